@@ -1,0 +1,79 @@
+"""What the registered ops share: a custom op has a fixed number of tensors, so one that is absent travels as an empty
+tensor."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from recsys_norm.ops.problem import Problem
+
+
+def absent(like: Tensor) -> Tensor:
+    return like.new_empty(0)
+
+
+def stand_in(tensor: Tensor | None, like: Tensor) -> Tensor:
+    return absent(like) if tensor is None else tensor
+
+
+def present(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None or tensor.numel() == 0 else tensor
+
+
+def gradients(grads: tuple[Tensor | None, ...], likes: tuple[Tensor | None, ...], x: Tensor) -> tuple[Tensor, ...]:
+    """A technique's gradients as op outputs: in the dtype of what they are gradients of, empty where not computed."""
+    return tuple(absent(x) if g is None else g.to(like.dtype) for g, like in zip(grads, likes, strict=True))
+
+
+def fake_gradients(likes: tuple[Tensor | None, ...], needs: list[bool], x: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(like.shape) if need else absent(x) for like, need in zip(likes, needs, strict=True))
+
+
+def zero_gradients(likes: tuple[Tensor | None, ...], needs: list[bool], x: Tensor) -> tuple[Tensor, ...]:
+    """For calls without rows."""
+    zeros = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) if n else absent(x) for t, n in zip(likes, needs))
+    return tuple(zeros)
+
+
+def needed(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    return tuple(g if need else None for g, need in zip(grads, needs))
+
+
+@functools.cache
+def _arch(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def _triton_version() -> tuple[int, int] | None:
+    try:
+        import triton
+    except ImportError:
+        return None
+    major, minor = triton.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fields) -> Problem:
+    """The Problem of rows x; `fields` are the Problem's own names. The parameter dtype is fp32 if any parameter is."""
+    dtypes = {p.dtype for p in parameters if p is not None}
+    param_dtype = torch.float32 if torch.float32 in dtypes else x.dtype
+    cuda = x.device.type == "cuda"
+    return Problem(
+        op=op,
+        M=x.shape[0],
+        K=fields.pop("K", x.shape[1]),
+        dtype=x.dtype,
+        param_dtype=param_dtype,
+        strides=tuple(x.stride()),
+        device=x.device.type,
+        arch=_arch(x.device),
+        triton_version=_triton_version() if cuda else None,
+        **fields,
+    )

@@ -1,0 +1,98 @@
+"""What a technique is asked to compute, and what a technique is.
+
+Shape legend (suffixes of tensor names): B batch, T packed tokens on the query side, U packed tokens on the key/value
+side, H heads, d head width, M rows, K in-features, N out-features. Weights have the `nn.Linear` layout `[N, K]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The options of `norm_attention` that are not tensors; a technique may specialise on every field."""
+
+    max_q_len: int
+    max_k_len: int
+    activation: tuple[str, ...]  # one name for all heads, or one per head
+    softmax: bool
+    scale: float
+    causal: bool
+    window: int | None
+    pre_norm: str | None
+    pre_norm_on: str  # "q" | "k" | "qk"
+    pre_norm_scope: str  # "all_heads" | "head"
+    post_norm: str | None
+    inner_residual: bool
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call of an op, without its data. Hashable, so that a choice can be cached and tabulated.
+
+    M, K, N, N2 are row and feature counts (0 where the op has none); H and d are heads and head width of
+    `norm_attention` (there M = T, K = N = H * d). `strides` are the strides of the first tensor as the technique gets it.
+    `arch` is the compute capability as an integer (90 for H100/H200), None without CUDA.
+    """
+
+    op: str
+    norm: str | None
+    M: int
+    K: int
+    N: int
+    dtype: torch.dtype
+    param_dtype: torch.dtype
+    eps: float | None
+    N2: int = 0
+    H: int = 0
+    d: int = 0
+    affine: bool = False  # a norm has a weight or a bias
+    norm_bias: bool = False
+    bias: bool = False
+    activation: str | None = None
+    residual: str | None = None  # None | "before" | "after"
+    return_sum: bool = False
+    training: bool = False
+    strides: tuple[int, ...] = ()
+    device: str = "cpu"
+    arch: int | None = None
+    triton_version: tuple[int, int] | None = None
+    attention: AttentionSpec | None = None
+
+    @property
+    def stores_hat(self) -> bool:
+        return stores_hat(self.training, self.affine, self.residual, self.return_sum)
+
+
+def stores_hat(training: bool, affine: bool, residual: str | None, return_sum: bool) -> bool:
+    """Whether `linear_norm` stores zhat for its backward: where neither the output (no affine, no residual after) nor
+    the returned sum holds it already. It is never recovered by dividing by the norm weight or by subtracting."""
+    return training and not return_sum and (affine or residual == "after")
+
+
+Tensors = tuple[Tensor | None, ...]
+
+
+class Technique(Protocol):
+    """One way to compute an op.
+
+    `forward(problem, *tensors) -> (outputs, saved)` and `backward(problem, saved, grads, needs) -> grads` use the tensor
+    order that the op's module documents (`recsys_norm.ops.norm_linear` and so on). What is saved is fixed by the op, so
+    the backward of one technique can follow the forward of another. `needs` holds one bool per input tensor; the grads
+    of inputs that are not needed are None and cost nothing.
+    """
+
+    name: str
+    provider: str  # torch | triton | hopper | helion | tlx
+
+    def why_not(self, problem: Problem) -> str | None:
+        """None if the technique can run the problem, else a sentence that names the limit and the alternative."""
+
+    def forward(self, problem: Problem, *tensors: Tensor | None) -> tuple[Tensors, Tensors]: ...
+
+    def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors: ...

@@ -1,0 +1,32 @@
+"""Arguments for the GEMM ops, shared by their tests."""
+
+import torch
+
+GEMM_OPS = ["norm", "norm_linear", "linear_norm", "linear_norm_linear"]
+FORCED = {"backend": "fused", "technique": "separate"}  # runs on any device
+
+
+def tensors_for(op, M=17, K=24, N=20, N2=12, *, dtype=torch.float32, param_dtype=None, norm="layer", affine=True,
+                bias=True, residual=False, mean=0.0, scale=1.0, seed=0):  # fmt: skip
+    """Arguments of one op by name, all with requires_grad."""
+    g = torch.Generator().manual_seed(seed)
+    param_dtype = param_dtype or dtype
+
+    def randn(*shape, dtype=param_dtype, scale=1.0, mean=0.0):
+        return (torch.randn(shape, generator=g) * scale + mean).to(dtype).requires_grad_()
+
+    x = randn(M, K, dtype=dtype, scale=scale, mean=mean)
+    if op == "norm":
+        t = {"x": x, "weight": randn(K, mean=1.0) if affine else None}
+        if norm == "layer":
+            t["bias"] = randn(K) if affine else None
+        return t | ({"residual": randn(M, K, dtype=dtype)} if residual else {})
+    width = K if op == "norm_linear" else N
+    gamma = {"norm_weight": randn(width, mean=1.0) if affine else None}
+    gamma["norm_bias"] = randn(width) if affine and norm == "layer" else None
+    first, second = randn(N, K, scale=K**-0.5), randn(N) if bias else None
+    if op == "linear_norm_linear":
+        last, last_bias = randn(N2, N, scale=N**-0.5), randn(N2) if bias else None
+        return {"x": x, "weight1": first, "bias1": second, "weight2": last, "bias2": last_bias, **gamma}
+    t = {"x": x, "weight": first, "bias": second, **gamma}
+    return t | ({"residual": randn(M, N, dtype=dtype)} if residual else {})
