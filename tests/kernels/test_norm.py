@@ -1,0 +1,284 @@
+"""The norm kernels and technique `separate`, in Triton's interpreter where there is no GPU: fp32 and fp16, since the
+interpreter rounds to bf16 wrongly. Larger cases and bf16 are in tests/gpu/test_norm.py."""
+
+import itertools
+
+import pytest
+import torch
+from op_cases import FORCED, GEMM_OPS, tensors_for
+
+from recsys_norm import ops
+from recsys_norm.kernels.compile import declared_architectures, run_checks
+from recsys_norm.kernels.norm import techniques
+from recsys_norm.ops import registry
+from recsys_norm.ops.problem import Problem
+from recsys_norm.reference import normalize
+from recsys_norm.testing import check_close_to_reference, check_op
+
+SEPARATE = dict(techniques())["norm"]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def kernels_serve(monkeypatch):
+    """The public ops run the kernels on this device, whichever it is."""
+    monkeypatch.setattr(registry, "_candidates", lambda problem: ((SEPARATE,), ()))
+    registry.reset_counts()
+    yield
+    assert "separate" in str(registry.counts()) and "(torch)" not in str(registry.counts())
+
+
+def on_device(tensors):
+    return {n: t if t is None else t.detach().to(DEVICE).requires_grad_(t.requires_grad) for n, t in tensors.items()}
+
+
+def run(op, norm, options=None, cancelling=None, tensors=None, **shape):
+    name = f"{norm}_norm" if op == "norm" else op
+    options = dict(options or {}) if op == "norm" else {"norm": norm, **(options or {})}
+    tensors = on_device(tensors or tensors_for(op, norm=norm, **shape))
+    return check_op(name, tensors, options, FORCED, cancelling=cancelling)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("width", [3, 17, 65, 127, 384, 760, 1128, 4097])
+def test_a8_widths_that_are_not_powers_of_two(kernels_serve, norm, width):
+    run("norm", norm, M=5, K=width, mean=5.0, residual=width in (65, 384))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a8_rows_wider_than_a_block(kernels_serve, norm):
+    run("norm", norm, {"return_sum": True}, M=3, K=8200, mean=1e3, residual=True)
+    run("linear_norm_linear", norm, {"activation": "silu"}, M=3, K=4, N=8200, N2=3)
+
+
+def test_a8_one_feature(kernels_serve):
+    t = on_device(tensors_for("norm", M=3, K=1, mean=5.0))
+    y = ops.layer_norm(**t, technique="separate")
+    assert torch.equal(y, t["bias"].expand(3, 1))
+    (dx,) = torch.autograd.grad(y.sum(), t["x"])
+    assert torch.equal(dx, torch.zeros_like(dx))
+
+
+@pytest.mark.parametrize("op", GEMM_OPS)
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(
+    "dtype,param_dtype", [(torch.float32, None), (torch.float16, None), (torch.float16, torch.float32)]
+)
+def test_ops_match_reference(kernels_serve, op, norm, dtype, param_dtype):
+    run(op, norm, dtype=dtype, param_dtype=param_dtype, M=9)
+    run(op, norm, dtype=dtype, param_dtype=param_dtype, M=9, affine=False, bias=False)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("position,return_sum", [("after", False), ("before", False), ("before", True)])
+def test_residual_and_returned_sum(kernels_serve, norm, affine, position, return_sum):
+    options = {"residual_position": position, "return_sum": return_sum}
+    run("linear_norm", norm, options, residual=True, affine=affine, M=9, K=16, N=40)
+
+
+@pytest.mark.parametrize(
+    "activation", ["identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "silu", "hardswish"]
+)
+def test_activations(kernels_serve, activation):
+    run("linear_norm_linear", "layer", {"activation": activation}, M=9, scale=3.0)
+
+
+def test_a7_strides(kernels_serve):
+    base = torch.randn(40, 48, device=DEVICE)
+    for x in (base[:24, :17].t(), base[:17, ::2], base[:17, 3:27], base[:17, 8:32], base[:1, :24].expand(17, 24)):
+        results = []
+        for view in (x.detach(), x.detach().clone(memory_format=torch.contiguous_format)):
+            t = on_device(tensors_for("norm"))
+            t["x"] = view.requires_grad_()
+            y = ops.layer_norm(**t, technique="separate")
+            results.append([y, *torch.autograd.grad(y.sum(), list(t.values()))])
+        for a, b in zip(*results):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a10_rows_without_variance(kernels_serve, norm, dtype):
+    x = torch.zeros(6, 64)
+    x[1] = 3.0
+    x[2] = 65504.0
+    x[3] = -65504.0
+    x[4] = torch.where(torch.arange(64) % 2 == 0, 65504.0, -65504.0)
+    tensors = tensors_for("norm", M=6, K=64, norm=norm, dtype=dtype)
+    tensors["x"] = x.to(dtype).requires_grad_()
+    # The gradient of a constant row is a difference of equal terms times 1 / sqrt(eps).
+    scale = 1e-5**-0.5 * tensors["weight"].norm().item() * 6**0.5
+    run("norm", norm, tensors=tensors, cancelling={"x": scale})
+
+
+@pytest.mark.parametrize("ratio", [1e3, 1e4])
+@pytest.mark.parametrize("width", [40, 8200])
+def test_a11_large_mean_small_variance(kernels_serve, ratio, width):
+    run("norm", "layer", mean=ratio, M=5, K=width)
+    if width == 40:
+        run("norm_linear", "layer", mean=ratio, M=5, K=width)
+        run("linear_norm_linear", "layer", {"activation": "gelu"}, mean=ratio, M=5, K=width)
+
+
+@pytest.mark.parametrize("op", GEMM_OPS)
+def test_a12_eps_decides_small_inputs(kernels_serve, op):
+    for norm, eps in itertools.product(("rms", "layer"), (1e-5, 1e-6)):
+        run(op, norm, {"eps": eps}, M=5, scale=1e-3, bias=False)
+    run(op, "rms", {"eps": None}, M=5, scale=1e-3)
+
+
+@pytest.mark.parametrize("op", GEMM_OPS)
+def test_a18_same_bits_in_every_run(kernels_serve, op):
+    function = ops.layer_norm if op == "norm" else getattr(ops, op)
+    options = {} if op == "norm" else {"norm": "layer"}
+    runs = []
+    for _ in range(2):
+        t = on_device(tensors_for(op, M=70, K=40))
+        y = function(**t, **options, technique="separate")
+        runs.append([y, *torch.autograd.grad(y.square().sum(), list(t.values()))])
+    for a, b in zip(*runs):
+        assert torch.equal(a, b)
+
+
+class Spy:
+    """Counts the GEMMs and kernel passes of a backward."""
+
+    def __init__(self, monkeypatch):
+        from recsys_norm.kernels.norm import launch
+
+        self.calls = []
+        for name in ("norm_forward", "norm_backward", "column_sum"):
+            self._count(monkeypatch, launch, name)
+        self._count(monkeypatch, torch, "mm")
+
+    def _count(self, monkeypatch, module, name):
+        original = getattr(module, name)
+
+        def counted(*args, **kwargs):
+            self.calls.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, counted)
+
+
+ORDER = {
+    "norm": ("x", "weight", "bias", "residual"),
+    "norm_linear": ("x", "weight", "bias", "norm_weight", "norm_bias"),
+    "linear_norm": ("x", "weight", "bias", "norm_weight", "norm_bias", "residual"),
+    "linear_norm_linear": ("x", "weight1", "bias1", "weight2", "bias2", "norm_weight", "norm_bias"),
+}
+
+
+@pytest.mark.parametrize("op", GEMM_OPS)
+def test_a20_frozen_parameters(kernels_serve, op):
+    """What needs a gradient gets the same as when everything does. A sample of combinations; all of them on a GPU."""
+    function = ops.layer_norm if op == "norm" else getattr(ops, op)
+    options = {} if op == "norm" else {"norm": "layer"}
+    if op == "linear_norm":
+        options["residual_position"] = "before"
+    tensors = tensors_for(op, M=4, K=6, N=5, N2=3, residual=op in ("norm", "linear_norm"))
+    names = ORDER[op]
+
+    def gradients(wanted):
+        t = on_device({n: v.detach().requires_grad_(n in wanted) for n, v in tensors.items()})
+        y = function(**t, **options, technique="separate")
+        return dict(zip(wanted, torch.autograd.grad(y.square().sum(), [t[n] for n in wanted])))
+
+    everything = gradients(names)
+    combinations = [c for r in range(1, len(names)) for c in itertools.combinations(names, r)]
+    for wanted in combinations[:: {4: 1, 5: 2, 6: 5, 7: 8}[len(names)]]:
+        for name, grad in gradients(wanted).items():
+            torch.testing.assert_close(grad, everything[name], rtol=1e-4, atol=1e-5, msg=f"{name} of {wanted}")
+
+
+@pytest.mark.parametrize(
+    "op,wanted,calls",
+    [
+        ("norm_linear", ("bias",), ["column_sum"]),
+        ("norm_linear", ("weight",), ["norm_forward", "mm"]),
+        ("norm_linear", ("weight", "norm_weight"), ["norm_forward", "mm", "column_sum"]),
+        ("norm_linear", ("norm_weight",), ["mm", "norm_backward"]),
+        ("norm_linear", ("x",), ["mm", "norm_backward"]),
+        ("norm_linear", ("x", "weight"), ["mm", "norm_backward", "mm"]),
+        ("linear_norm", ("norm_weight",), ["norm_backward"]),
+        ("linear_norm", ("bias",), ["norm_backward"]),
+        ("linear_norm", ("x",), ["norm_backward", "mm"]),
+        ("linear_norm_linear", ("bias2",), ["column_sum"]),
+        ("linear_norm_linear", ("weight2",), ["norm_forward", "mm"]),
+        ("linear_norm_linear", ("weight1",), ["mm", "norm_backward", "mm"]),
+    ],
+)
+def test_a20_nothing_runs_for_a_frozen_parameter(kernels_serve, monkeypatch, op, wanted, calls):
+    tensors = on_device({n: v.detach().requires_grad_(n in wanted) for n, v in tensors_for(op, M=4, K=6, N=5).items()})
+    y = getattr(ops, op)(**tensors, norm="layer", technique="separate")
+    spy = Spy(monkeypatch)
+    torch.autograd.grad(y.sum(), [tensors[n] for n in wanted])
+    assert spy.calls == calls
+
+
+def test_inputs_are_never_modified(kernels_serve):
+    for op in GEMM_OPS:
+        tensors = on_device(tensors_for(op, residual=op in ("norm", "linear_norm")))
+        before = {n: t.detach().clone() for n, t in tensors.items()}
+        function, options = (ops.layer_norm, {}) if op == "norm" else (getattr(ops, op), {"norm": "layer"})
+        dy = torch.randn_like(y := function(**tensors, **options, technique="separate"))
+        kept = dy.clone()
+        torch.autograd.grad(y, list(tensors.values()), dy)
+        assert torch.equal(dy, kept)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), f"{op} modified {name}"
+
+
+def test_column_sum():
+    from recsys_norm.kernels.norm.launch import column_sum
+
+    for rows, width in ((1, 1), (40, 17), (100, 264)):
+        x = torch.randn(rows, width, device=DEVICE)
+        truth = x.double().sum(0)
+        check_close_to_reference(column_sum(x, torch.float32), x.sum(0), truth, rows=False, cancelling=x.norm().item())
+
+
+def test_normalised_rows_are_stored_as_asked():
+    """z, zhat and y in one pass; y may take x's memory."""
+    from recsys_norm.kernels.norm.launch import norm_forward
+
+    x, residual = torch.randn(2, 6, 40, device=DEVICE)
+    weight = torch.randn(40, device=DEVICE)
+    options = dict(norm="layer", eps=1e-5, position="before", write_z=True, write_hat=True)
+    out = norm_forward(x, weight, None, residual, **options)
+    z = (x + residual).double()
+    hat = normalize(z, "layer", None, None, 1e-5)
+    torch.testing.assert_close(out.z.double(), z, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.hat.double(), hat, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(out.y.double(), hat * weight.double(), rtol=1e-5, atol=1e-6)
+    scratch = x.clone()
+    again = norm_forward(scratch, weight, None, residual, overwrite=True, **options)
+    assert again.z.data_ptr() == scratch.data_ptr()
+    for a, b in zip(out, again):
+        assert torch.equal(a, b)
+
+
+def problem(**fields):
+    given = dict(op="norm", norm="layer", M=4, K=8, N=8, dtype=torch.bfloat16, param_dtype=torch.bfloat16, eps=1e-5)
+    return Problem(**{**given, "device": "cuda", "arch": 90, "triton_version": (3, 6), **fields})
+
+
+def test_why_not_names_the_limit():
+    assert SEPARATE.why_not(problem()) is None
+    assert "cuda" in SEPARATE.why_not(problem(device="cpu", arch=None)).lower()
+    assert "75" in SEPARATE.why_not(problem(arch=75)) and "80" in SEPARATE.why_not(problem(arch=75))
+    assert "3.5" in SEPARATE.why_not(problem(triton_version=(3, 5)))
+    assert "none" in SEPARATE.why_not(problem(triton_version=None))
+    assert "float64" in SEPARATE.why_not(problem(dtype=torch.float64))
+    assert "norm_attention" in SEPARATE.why_not(problem(op="norm_attention"))
+
+
+def test_kernels_compile_for_the_architectures_they_declare():
+    """Without a GPU: every shipped tile becomes machine code without spills, and small enough to be launched."""
+    stats = run_checks("recsys_norm.kernels.norm.cases")
+    declared = {k: set(a) for k, a in declared_architectures().items() if k.startswith("norm.")}
+    assert {k: {s.arch for s in stats if s.kernel == k} for k in declared} == declared
+    for s in stats:
+        assert s.spill_bytes == 0 and s.stack_bytes == 0, s
+        assert s.blocks_per_sm >= 1 and s.shared_bytes <= 48 * 1024, s
