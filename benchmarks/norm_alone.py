@@ -3,14 +3,16 @@
 For each width: LayerNorm and RMSNorm with affine in bf16, forward (y and the row statistics) and backward (dx and the
 parameters' gradients), M rows. Every variant is checked against fp64 before it is timed; a wrong one ends the run.
 Timed launches are interleaved in random order, each after a read of a buffer larger than L2 and a pause that hides the
-host, and the median is reported. Workers, one per width, fill the compilers' caches first.
+host, and the median is reported. Workers, one per width and norm, fill the compilers' caches first.
 
-`--tune` times the candidate tiles below too, for LayerNorm; `kernels/norm/configs.py` holds the choice.
+`--tune` times the candidate tiles below too, also of backwards that compute more, and of the bias gradient;
+`kernels/norm/configs.py` holds the choice. `--inductor FILE` writes what torch.compile generates, and its tiles.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import subprocess
@@ -22,29 +24,48 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from recsys_norm.kernels.norm.configs import Config, backward_config, forward_config, pick_tile
+from recsys_norm.kernels.norm.configs import (
+    Backward,
+    Columns,
+    Forward,
+    backward_config,
+    column_tile,
+    forward_config,
+    pick_tile,
+)
 from recsys_norm.kernels.norm.launch import column_sum, norm_backward, norm_forward
-from recsys_norm.testing import check_close_to_reference
+from recsys_norm.testing import check_close_to_reference, relative_error
 
 EPS = 1e-5
 COPY_BYTES_PER_S = 4.27e12  # device copy, measured on an H200
 CHECKED_ROWS = 2048  # at both ends; column sums are checked over all rows
+BF16 = torch.bfloat16
 
-# (rows, warps, programs per multiprocessor, stages); 0 programs: one step per program
+# (rows, warps)
 FORWARD = {
-    256: "8,4,8 8,4,0 16,4,0 16,4,6 4,4,12 4,1,28 8,2,14 8,4,6,2 4,4,8,3",
-    384: "4,4,8 4,4,0 8,4,0 2,1,28 4,4,6,2 2,4,8,3",
-    512: "4,4,8 4,4,0 8,4,0 2,1,28 2,4,12 4,2,12 4,4,6,2 2,4,8,3",
-    1024: "1,1,16 1,1,0 2,4,8 2,4,0 4,4,0 1,2,24 1,4,12 2,4,6,2 1,4,8,3",
-    2048: "1,4,8 1,4,0 2,4,0 1,2,8 1,2,0 1,8,6 1,8,0 1,4,8,2 1,4,6,3",
+    256: "4,1 8,1 2,1 8,2 4,2 16,4",
+    384: "2,1 4,1 1,1 4,2 2,2 8,4",
+    512: "2,1 4,1 1,1 4,2 2,2 8,4",
+    1024: "1,1 2,1 2,2 1,2 4,4",
+    2048: "1,2 1,1 1,4 2,2 2,4",
 }
+# (rows, warps, programs per multiprocessor, stages)
 BACKWARD = {
-    256: "4,4,7 4,4,6,2 4,4,6,3 8,4,4 8,4,4,2 2,2,14 1,1,28 2,1,16 2,4,8,3",
-    384: "2,4,7 2,4,6,2 2,4,6,3 4,4,4 4,4,4,2 1,1,16 1,2,14",
-    512: "2,4,7 2,4,6,2 2,4,6,3 4,4,4 4,4,4,2 1,1,16 1,2,14 2,8,4",
-    1024: "1,4,7 1,4,6,2 1,4,6,3 2,4,4 2,4,4,2 1,2,8 1,8,4 2,8,3 2,8,3,2",
-    2048: "1,4,4 1,4,4,2 1,4,4,3 1,8,3 1,8,3,2 1,8,3,3 2,8,2 1,16,1 1,4,3",
+    256: "2,1,16 2,1,20 4,1,12 1,1,28 2,1,16,3 4,4,6,3 4,2,8,3",
+    384: "1,1,16 1,1,20 2,1,10 1,1,16,3 1,1,12,3 2,2,8,3 2,4,6,3",
+    512: "1,1,16 1,1,20 2,1,10 1,1,16,3 1,1,12,3 2,2,8,3 2,4,6,3",
+    1024: "1,4,6,3 1,4,7,3 1,4,8,3 1,1,8,3 1,2,8,3 1,2,6,4 1,4,6,4",
+    2048: "1,4,4,3 1,4,3,3 1,4,4,4 1,4,3,4 1,8,2,3 1,2,4,3 1,8,3,4",
 }
+HEAVY = {
+    256: "4,4,5,3 2,1,8 2,1,12 2,1,10,3 4,2,6,3",
+    384: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 2,2,6,3",
+    512: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 2,2,6,3",
+    1024: "1,4,5,3 1,4,4,3 1,2,4,3 1,8,3,3 1,4,5",
+    2048: "1,4,2,3 1,4,3,3 1,8,2,3 1,8,1,3 1,4,3",
+}
+# (rows, columns, warps, programs per multiprocessor, stages), at every width
+COLUMNS = "16,256,4,4,3 16,256,4,8,1 16,256,4,6,3 16,256,4,3,4 8,256,2,8,3 32,256,8,2,3 8,256,4,6,3 4,256,1,16,1"
 
 
 def reference(norm: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,6 +111,10 @@ class Case:
         self.weight, self.bias = randn(N), randn(N) if norm == "layer" else None
         normed = [norm_forward(x, self.weight, self.bias, norm=norm, eps=EPS) for x in self.x]
         self.mean, self.rstd = [o.mean for o in normed], [o.rstd for o in normed]
+        if norm == "layer":  # torch's means are absolute, ours relative to the row's first element
+            self.means = [x[:, 0].float() + o.mean for x, o in zip(self.x, normed)]
+        else:
+            self.means = self.mean
         self.compiled = {
             "forward": torch.compile(plain_forward, dynamic=False),
             "backward": torch.compile(plain_backward, dynamic=False),
@@ -99,11 +124,11 @@ class Case:
         passes = 2 if direction == "forward" else 3
         return passes * self.M * self.N * 2 / COPY_BYTES_PER_S * 1e3
 
-    def ours(self, direction: str, i: int, config: Config | None = None) -> tuple[Tensor, ...]:
+    def ours(self, direction: str, i: int, config: Forward | Backward | None = None) -> tuple[Tensor, ...]:
         if direction == "forward":
             out = norm_forward(self.x[i], self.weight, self.bias, norm=self.norm, eps=EPS, config=config)
             return (out.y,)
-        dtypes = dict(dweight=torch.bfloat16, dbias=torch.bfloat16 if self.norm == "layer" else None)
+        dtypes = dict(dweight=BF16, dbias=BF16 if self.norm == "layer" else None)
         tensors = (self.dy[i], self.x[i], self.mean[i], self.rstd[i], self.weight)
         g = norm_backward(*tensors, norm=self.norm, config=config, **dtypes)
         return (g.dz, g.dweight, g.dbias)[: 3 if self.norm == "layer" else 2]
@@ -111,8 +136,27 @@ class Case:
     def theirs(self, direction: str, i: int) -> tuple[Tensor, ...]:
         if direction == "forward":
             return self.compiled[direction](self.norm, self.x[i], self.weight, self.bias)[:1]
-        tensors = (self.dy[i], self.x[i], self.mean[i], self.rstd[i], self.weight, self.bias)
+        tensors = (self.dy[i], self.x[i], self.means[i], self.rstd[i], self.weight, self.bias)
         return self.compiled[direction](self.norm, *tensors)
+
+    def heavy(self, kind: str, i: int, config: Backward) -> list[Tensor]:
+        """A backward with more to do: the gradient of a returned sum, or an activation, its output and a bias below."""
+        tensors = (self.dy[i], self.x[i], self.mean[i], self.rstd[i], self.weight, self.bias)
+        options = dict(norm=self.norm, dweight=BF16, dbias=BF16 if self.norm == "layer" else None, config=config)
+        if kind == "dsum":
+            options["dsum"] = self.dy[i - 1]
+        else:
+            options |= dict(activation="gelu", write_h=True, dz_sum=BF16)
+        return [t for t in norm_backward(*tensors, **options) if t is not None]
+
+    def check_heavy(self, kind: str, configs: list[Backward]) -> None:
+        """Every tile computes what the first does; the tests check that one."""
+        first = self.heavy(kind, 0, configs[0])
+        for config in configs[1:]:
+            for a, b in zip(first, self.heavy(kind, 0, config), strict=True):
+                error = relative_error(b[-CHECKED_ROWS:], a[-CHECKED_ROWS:], rows=False)
+                if not error < 4e-3:
+                    raise AssertionError(f"{self.norm} {self.N} {kind} {_label(config)} differs by {error:.1e}")
 
     def truth(self, direction: str, dtype: torch.dtype) -> list[Tensor]:
         """Of set 0, rows at both ends and whole column sums, by autograd in `dtype`."""
@@ -163,70 +207,114 @@ def interleaved(variants: dict[str, Callable[[int], object]], sets: int, rounds:
     return {k: torch.tensor([a.elapsed_time(b) for a, b in v]).median().item() for k, v in times.items()}
 
 
-def shipped(direction: str, N: int) -> Config:
+def shipped(direction: str, norm: str, N: int) -> Forward | Backward:
     block = pick_tile(N, (N, N), 2).block
-    return forward_config(block, 2) if direction == "forward" else backward_config(block, 2, False)
+    return forward_config(block, 2) if direction == "forward" else backward_config(block, 2, norm, direction == "heavy")
 
 
-def candidates(direction: str, N: int, tune: bool) -> list[Config]:
-    listed = {"forward": FORWARD, "backward": BACKWARD}[direction].get(N, "") if tune else ""
-    configs = (Config(*map(int, c.split(","))) for c in listed.split())
-    return list(dict.fromkeys([shipped(direction, N), *configs]))
+def candidates(direction: str, norm: str, N: int, tune: bool) -> list[Forward | Backward]:
+    listed = {"forward": FORWARD, "backward": BACKWARD, "heavy": HEAVY}[direction].get(N, "") if tune else ""
+    kind = Forward if direction == "forward" else Backward
+    configs = (kind(*map(int, c.split(","))) for c in listed.split())
+    return list(dict.fromkeys([shipped(direction, norm, N), *configs]))
 
 
-def measure(N: int, M: int, tune: bool, rounds: int, only_warm: bool) -> list[dict]:
+def measure(norm: str, N: int, M: int, tune: bool, rounds: int, only_warm: bool) -> list[dict]:
     records = []
-    for norm in ("layer", "rms"):
-        case = Case(norm, M, N)
-        for direction in ("forward", "backward"):
-            configs = candidates(direction, N, tune and norm == "layer")
-            variants = {"compiled": lambda i, d=direction, c=case: c.theirs(d, i)}
-            for config in configs:
-                variants[_label(config)] = lambda i, d=direction, c=case, k=config: c.ours(d, i, k)
-            if only_warm:
-                for run in variants.values():
-                    run(0)
-                continue
-            ratio = case.check(direction, variants)
+    case = Case(norm, M, N)
+    for direction in ("forward", "backward"):
+        configs = candidates(direction, norm, N, tune)
+        variants = {"compiled": lambda i, d=direction: case.theirs(d, i)}
+        for config in configs:
+            variants[_label(config)] = lambda i, d=direction, k=config: case.ours(d, i, k)
+        if only_warm:
+            for run in variants.values():
+                run(0)
+            continue
+        ratio = case.check(direction, variants)
+        ms = interleaved(variants, case.sets, rounds)
+        record = dict(norm=norm, direction=direction, M=M, N=N, compiled_ms=ms.pop("compiled"), ms=ms)
+        record |= dict(shipped=_label(configs[0]), floor_ms=case.floor_ms(direction), error_of_allowed=ratio)
+        records.append(record)
+        _print(record)
+    for kind in ("dsum", "mlp") if tune else ():
+        configs = candidates("heavy", norm, N, tune)
+        case.check_heavy(kind, configs)
+        if not only_warm:
+            variants = {_label(k): lambda i, k=k, kind=kind: case.heavy(kind, i, k) for k in configs}
             ms = interleaved(variants, case.sets, rounds)
-            record = dict(norm=norm, direction=direction, M=M, N=N, compiled_ms=ms.pop("compiled"), ms=ms)
-            record |= dict(shipped=_label(configs[0]), floor_ms=case.floor_ms(direction), error_of_allowed=ratio)
-            records.append(record)
-            _print(record)
-        del case, variants
-        torch.cuda.empty_cache()
+            records.append(dict(norm=norm, direction=f"backward {kind}", M=M, N=N, ms=ms, shipped=_label(configs[0])))
+            print(f"{norm:5} backward {kind} N={N}: {_ranked(ms)}", flush=True)
     return records
 
 
-def _label(config: Config) -> str:
-    return f"{config.rows}r{config.warps}w{config.per_sm}p{config.stages}s"
+def _label(config: tuple[int, ...]) -> str:
+    return "".join(f"{value}{field[0]}" for field, value in zip(config._fields, config))
+
+
+def _ranked(ms: dict[str, float]) -> str:
+    return "  ".join(f"{k} {v:.4f}" for k, v in sorted(ms.items(), key=lambda kv: kv[1]))
 
 
 def _print(r: dict) -> None:
     mine = r["ms"][r["shipped"]]
-    best = sorted(r["ms"].items(), key=lambda kv: kv[1])
     print(
         f"{r['norm']:5} {r['direction']:8} N={r['N']:<5} compiled {r['compiled_ms']:.4f}  shipped {mine:.4f} "
         f"({mine / r['compiled_ms']:.3f} of compiled, {r['floor_ms'] / mine:.2f} of copy speed, "
         f"error {r['error_of_allowed']:.2f} of allowed)",
         flush=True,
     )
-    if len(best) > 1:
-        print("      " + "  ".join(f"{k} {v:.4f}" for k, v in best), flush=True)
+    if len(r["ms"]) > 1:
+        print("      " + _ranked(r["ms"]), flush=True)
 
 
-def other_parts(N: int, M: int) -> dict[str, Callable[[int], object]]:
-    """Alternatives for the bias gradient and for the weight gradient's precision."""
-    dy = [torch.randn(M, N, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    x = [torch.randn(M, 512, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    ones = torch.ones(1, M, device="cuda", dtype=torch.bfloat16)
-    return {
-        "bias: column_sum": lambda i: column_sum(dy[i], torch.bfloat16),
-        "bias: sum(0) in fp32": lambda i: dy[i].sum(0, dtype=torch.float32),
-        "bias: ones @ dy": lambda i: torch.mm(ones, dy[i]),
-        "weight: dy^T x to bf16": lambda i: torch.mm(dy[i].t(), x[i]),
-        "weight: dy^T x to fp32": lambda i: torch.mm(dy[i].t(), x[i], out_dtype=torch.float32),
-    }
+def measure_bias(N: int, M: int, tune: bool, rounds: int, only_warm: bool) -> dict:
+    """The bias gradient alone, with its error against fp64 for a gradient of mean 1."""
+    dy = [torch.randn(M, N, device="cuda", dtype=BF16) + 1 for _ in range(2)]
+    ones = torch.ones(1, M, device="cuda", dtype=BF16)
+    variants = {"ones @ dy": lambda i: torch.mm(ones, dy[i], out_dtype=torch.float32)[0]}
+    variants["torch.sum"] = lambda i: dy[i].sum(0, dtype=torch.float32)
+    tiles = [column_tile(N, plain=True)]
+    tiles += [Columns(*map(int, c.split(","))) for c in COLUMNS.split()] if tune else []
+    for tile in dict.fromkeys(tiles):
+        variants[_label(tile)] = lambda i, tile=tile: column_sum(dy[i], torch.float32, tile)
+    truth = sum(part.double().sum(0) for part in dy[0].split(1 << 15))
+    errors = {name: relative_error(run(0), truth, rows=False) for name, run in variants.items()}
+    if max(errors.values()) > 4e-3:
+        raise AssertionError(f"bias N={N}: {errors}")
+    if only_warm:
+        return {}
+    ms = interleaved(variants, 2, rounds)
+    print(f"bias  N={N}: {_ranked(ms)}", flush=True)
+    print("      errors: " + "  ".join(f"{k} {v:.1e}" for k, v in errors.items()), flush=True)
+    return dict(direction="bias", M=M, N=N, ms=ms, errors=errors, shipped=_label(tiles[0]))
+
+
+def write_generated(path: str, widths: list[int], M: int) -> None:
+    """The Python and Triton code that torch.compile generates for the peers, and the tiles it launches."""
+    from torch._inductor.utils import run_and_get_code
+
+    known: list = []
+    with open(path, "w") as f, torch._inductor.config.patch(force_disable_caches=True):
+        for N in widths:
+            for norm in ("layer", "rms"):
+                case = Case(norm, M, N)
+                for direction in ("forward", "backward"):
+                    _, codes = run_and_get_code(case.theirs, direction, 0)
+                    f.write(f"{'#' * 100}\n# {norm} {direction} N={N}\n" + "\n".join(codes) + "\n")
+                    every = [o for o in gc.get_objects() if type(o).__name__ == "CachingAutotuner"]
+                    for kernel in (o for o in every if not any(o is k for k in known)):
+                        f.writelines(f"# {line}\n" for line in _launched(kernel))
+                    known = every
+
+
+def _launched(kernel) -> list[str]:
+    """What an inductor kernel launches."""
+    lines = []
+    for launcher in kernel.launchers:
+        used = {name: getattr(launcher, name, None) for name in ("n_regs", "n_spills", "shared")}
+        lines.append(f"launched: {kernel.fn.__name__}: {launcher.config} {used}")
+    return lines
 
 
 def main() -> None:
@@ -236,22 +324,33 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--tune", action="store_true", help="time the candidate tiles too")
     parser.add_argument("--json", help="write the records to this file")
-    parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--inductor", metavar="FILE", help="write torch.compile's code to this file, and stop")
+    parser.add_argument("--warm", choices=["layer", "rms", "bias"], help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.inductor:
+        write_generated(a.inductor, a.widths, a.rows)
+        return
+    if a.warm == "bias":
+        measure_bias(a.widths[0], a.rows, a.tune, a.rounds, only_warm=True)
+    elif a.warm:
+        measure(a.warm, a.widths[0], a.rows, a.tune, a.rounds, only_warm=True)
     if a.warm:
-        measure(a.widths[0], a.rows, a.tune, a.rounds, only_warm=True)
         return
     began = time.time()
-    options = ["--warm", "--rows", str(a.rows)] + ["--tune"] * a.tune
-    workers = [subprocess.Popen([sys.executable, __file__, *options, "--widths", str(n)]) for n in a.widths]
-    if any(w.wait() for w in workers):
+    options = ["--rows", str(a.rows)] + ["--tune"] * a.tune
+    jobs = [("bias", a.widths[0])] + [(norm, n) for n in a.widths for norm in ("layer", "rms")]
+    command = [sys.executable, __file__, *options]
+    workers = [subprocess.Popen([*command, "--warm", kind, "--widths", str(n)]) for kind, n in jobs]
+    if any([w.wait() for w in workers]):
         sys.exit("a worker failed; its error is above")
     gpu = torch.cuda.get_device_name()
     print(f"{gpu}, torch {torch.__version__}, {a.rows} rows, compiled in {time.time() - began:.0f} s", flush=True)
-    records = [r for n in a.widths for r in measure(n, a.rows, a.tune, a.rounds, only_warm=False)]
+    records = []
     for n in a.widths:
-        ms = interleaved(other_parts(n, a.rows), 2, a.rounds)
-        print(f"N={n}: " + "  ".join(f"{k} {v:.4f}" for k, v in ms.items()), flush=True)
+        for norm in ("layer", "rms"):
+            records += measure(norm, n, a.rows, a.tune, a.rounds, only_warm=False)
+        records.append(measure_bias(n, a.rows, a.tune, a.rounds, only_warm=False))
+        torch.cuda.empty_cache()
     if a.json:
         with open(a.json, "w") as f:
             json.dump(dict(gpu=gpu, torch=torch.__version__, records=records), f, indent=1)

@@ -7,6 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    # Kernels run in Triton's interpreter, which is chosen when triton is first imported: torchrec imports it too.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 THREADS = int(os.environ.get("OMP_NUM_THREADS", min(2, os.cpu_count() or 1)))
 
 
@@ -19,15 +23,11 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty and its kin return NaN (the largest value for integers), so a read of an unwritten element shows."""
-    deterministic, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    fill = torch.utils.deterministic.fill_uninitialized_memory
+    mode, fill = torch.get_deterministic_debug_mode(), torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
-    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.set_deterministic_debug_mode(mode)
     torch.utils.deterministic.fill_uninitialized_memory = fill
 
 

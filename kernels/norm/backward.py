@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 
 from recsys_norm.kernels.activations import activate_with_slope
-from recsys_norm.kernels.norm.forward import aligned, centred, subtract_rest
+from recsys_norm.kernels.norm.forward import live_rows
+
+# What the extra tensor is: another part of dy, or a gradient of z from elsewhere.
+TO_DY = tl.constexpr(1)
+TO_DZ = tl.constexpr(2)
 
 
 @triton.jit
@@ -33,15 +37,40 @@ def through_activation(dy, hat, weight, bias, HAS_WEIGHT: tl.constexpr, HAS_BIAS
     return h, da
 
 
-@triton.jit(do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_dsum"])
+@triton.jit
+def first_element(z, row_ptr, live, cols, STAGES: tl.constexpr):
+    """[ROWS, 1]: z[:, 0], read again, or taken from the tile where the loop is pipelined: narrow loads are not."""
+    if STAGES > 1:
+        first = tl.sum(tl.where(cols == 0, z, 0.0), 1)
+    else:
+        first = tl.load(row_ptr, mask=live, other=0.0).to(tl.float32)
+    return first[:, None]
+
+
+@triton.jit
+def standardized(z, first, mean, rstd, LAYER: tl.constexpr, SHIFT: tl.constexpr):
+    """zhat of the row z from its first element and its mean relative to that; first, mean and rstd have z's rank. For
+    16-bit rows the mean itself may be formed in fp32 (see `forward.centred`)."""
+    if LAYER:
+        if SHIFT:
+            z = (z - first) - mean
+        else:
+            z = z - (first + mean)
+    return z * rstd
+
+
+@triton.jit(
+    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads", "reciprocal"],
+)
 def backward_kernel(
     dy_ptr,  # [M, N], row stride stride_dy
     z_ptr,  # [M, N], row stride stride_z: the row before the norm, or zhat itself (HAT)
-    dsum_ptr,  # [M, N], row stride stride_dsum: gradient of z from elsewhere
+    extra_ptr,  # [M, N], row stride stride_extra: see EXTRA
     weight_ptr,
     bias_ptr,
-    mean_ptr,  # [M] fp32
+    mean_ptr,  # [M] fp32, relative to the row's first element
     rstd_ptr,  # [M] fp32
+    offsets_ptr,  # see forward.live_rows; where rows are cut, the gradients of the others are 0
     dz_ptr,  # [M, N] contiguous
     h_ptr,  # [M, N] contiguous: y again, for the gradient of a linear that follows
     partial_ptr,  # [sums, programs, N] fp32, sums in the order weight, bias, z
@@ -49,57 +78,69 @@ def backward_kernel(
     N,
     stride_dy,
     stride_z,
-    stride_dsum,
+    stride_extra,
+    last,
+    heads,
+    reciprocal,  # 1 / N
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
-    ADD_DSUM: tl.constexpr,
+    EXTRA: tl.constexpr,
+    CUT: tl.constexpr,
     WRITE_DZ: tl.constexpr,
     WRITE_H: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
     SUM_DZ: tl.constexpr,
-    REFINE: tl.constexpr,
+    SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     VEC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """A block of ROWS whole rows at a time, grid-strided; column sums stay in registers until the program ends."""
-    N = aligned(N, VEC)
-    stride_dy = aligned(stride_dy, VEC)
-    stride_z = aligned(stride_z, VEC)
-    stride_dsum = aligned(stride_dsum, VEC)
-    reciprocal = tl.div_rn(1.0, N.to(tl.float32))
-    cols = tl.arange(0, BLOCK)
+    """A block of ROWS whole rows at a time, grid-strided; column sums stay in registers until the program ends. dy is 0
+    in padded lanes and cut rows, which keeps them out of every sum."""
+    N *= VEC
+    stride_dy *= VEC
+    stride_z *= VEC
+    stride_extra *= VEC
+    cols = tl.arange(0, BLOCK)[None, :]
+    in_row = cols < N
+    live = live_rows(M, offsets_ptr, last, heads, CUT)
     weight = tl.zeros((1, BLOCK), tl.float32)
     bias = tl.zeros((1, BLOCK), tl.float32)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)[None, :]
+        bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_dz = tl.zeros((ROWS, BLOCK), tl.float32)
 
     for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        keep = (rows < M)[:, None] & (cols < N)[None, :]
-        out = rows[:, None] * N + cols[None, :]
-        dy = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=keep, other=0.0).to(tl.float32)
-        hat = tl.load(z_ptr + rows[:, None] * stride_z + cols[None, :], mask=keep, other=0.0).to(tl.float32)
-        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
+        keep = (rows < live)[:, None] & in_row
+        in_tensor = (rows < M)[:, None] & in_row
+        out = (rows * N)[:, None] + cols
+        dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        hat = tl.load(z_ptr + (rows * stride_z)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < live, other=0.0)[:, None]
+        if EXTRA != 0:
+            extra = tl.load(extra_ptr + (rows * stride_extra)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         if not HAT:
+            first = rstd
+            mean = rstd
             if LAYER:
-                mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)
-                hat, rest = centred(hat, mean, reciprocal, cols, N, REFINE)
-                hat = subtract_rest(hat, rest, cols, N, REFINE)
-            hat = hat * rstd[:, None]
+                first = first_element(hat, z_ptr + rows * stride_z, rows < live, cols, STAGES)
+                mean = tl.load(mean_ptr + rows, mask=rows < live, other=0.0)[:, None]
+            hat = standardized(hat, first, mean, rstd, LAYER, SHIFT)
+        if EXTRA == TO_DY:
+            dy += extra
         h, da = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
         if WRITE_H:
-            tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=keep)
+            tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=in_tensor)
         if SUM_WEIGHT:
             sum_weight += da * hat
         if SUM_BIAS:
@@ -110,16 +151,15 @@ def backward_kernel(
             dz = da - hat * (tl.sum(da * hat, 1) * reciprocal)[:, None]
             if LAYER:
                 dz = dz - (tl.sum(da, 1) * reciprocal)[:, None]
-            dz = dz * rstd[:, None]
-            if ADD_DSUM:
-                dz += tl.load(
-                    dsum_ptr + rows[:, None] * stride_dsum + cols[None, :], mask=keep, other=0.0
-                ).to(tl.float32)
+            dz = dz * rstd
+            if EXTRA == TO_DZ:
+                dz += extra
             if WRITE_DZ:
-                tl.store(dz_ptr + out, dz.to(dz_ptr.dtype.element_ty), mask=keep)
+                tl.store(dz_ptr + out, dz.to(dz_ptr.dtype.element_ty), mask=in_tensor)
             if SUM_DZ:
                 sum_dz += dz
 
+    cols = tl.arange(0, BLOCK)
     place = tl.program_id(0).to(tl.int64) * N + cols
     next_sum = tl.num_programs(0).to(tl.int64) * N
     if SUM_WEIGHT:
@@ -133,74 +173,77 @@ def backward_kernel(
 
 
 @triton.jit
-def load_hat(z_ptr, cols, keep, mean, rest, rstd, HAT: tl.constexpr):
+def load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER: tl.constexpr, HAT: tl.constexpr):
     hat = tl.load(z_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     if not HAT:
-        hat = ((hat - mean) - rest) * rstd
+        hat = standardized(hat, first, mean, rstd, LAYER, True)
     return hat
 
 
-@triton.jit(do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_dsum"])
+@triton.jit(
+    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads", "reciprocal"],
+)
 def backward_wide_kernel(
     dy_ptr,
     z_ptr,
-    dsum_ptr,
+    extra_ptr,
     weight_ptr,
     bias_ptr,
     mean_ptr,
-    rest_ptr,  # [M] fp32, written where REFINE: what is left of the mean of z - mean, for columns_kernel
     rstd_ptr,
+    offsets_ptr,
     dz_ptr,
     h_ptr,
     M,
     N,
     stride_dy,
     stride_z,
-    stride_dsum,
+    stride_extra,
+    last,
+    heads,
+    reciprocal,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
-    ADD_DSUM: tl.constexpr,
+    EXTRA: tl.constexpr,
+    CUT: tl.constexpr,
     WRITE_DZ: tl.constexpr,
     WRITE_H: tl.constexpr,
-    REFINE: tl.constexpr,
     CHUNK: tl.constexpr,
     VEC: tl.constexpr,
 ):
     """dz and h for rows of any width: one row per program, in chunks. Column sums are columns_kernel's."""
-    N = aligned(N, VEC)
+    N *= VEC
     row = tl.program_id(0).to(tl.int64)
-    dy_ptr += row * aligned(stride_dy, VEC)
-    z_ptr += row * aligned(stride_z, VEC)
+    live = row < live_rows(M, offsets_ptr, last, heads, CUT)
+    dy_ptr += row * (stride_dy * VEC)
+    z_ptr += row * (stride_z * VEC)
+    if EXTRA != 0:
+        extra_ptr += row * (stride_extra * VEC)
     lanes = tl.arange(0, CHUNK)
-    reciprocal = tl.div_rn(1.0, N.to(tl.float32))
-    rstd = tl.load(rstd_ptr + row)
+    rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)
+    first = 0.0
     mean = 0.0
-    rest = 0.0
     if LAYER and not HAT:
-        mean = tl.load(mean_ptr + row)
-        if REFINE:
-            total = tl.zeros((CHUNK,), tl.float32)
-            for start in tl.range(0, N, CHUNK):
-                cols = start + lanes
-                z = tl.load(z_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-                total += tl.where(cols < N, z - mean, 0.0)
-            rest = tl.sum(total, 0) * reciprocal
-            tl.store(rest_ptr + row, rest)
+        first = tl.load(z_ptr, mask=live, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + row, mask=live, other=0.0)
     sum_t = tl.zeros((CHUNK,), tl.float32)
     sum_t_hat = tl.zeros((CHUNK,), tl.float32)
     for start in tl.range(0, N, CHUNK):
         cols = start + lanes
-        keep = cols < N
+        in_row = cols < N
+        keep = in_row & live
         dy = tl.load(dy_ptr + cols, mask=keep, other=0.0).to(tl.float32)
-        hat = load_hat(z_ptr, cols, keep, mean, rest, rstd, HAT)
-        weight = tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
-        bias = tl.load(bias_ptr + cols, mask=keep, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+        if EXTRA == TO_DY:
+            dy += tl.load(extra_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+        hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
+        bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
         h, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
         if WRITE_H:
-            tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=keep)
+            tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=in_row)
         t = t * weight
         sum_t += t
         sum_t_hat += t * hat
@@ -209,83 +252,102 @@ def backward_wide_kernel(
         mean_t_hat = tl.sum(sum_t_hat, 0) * reciprocal
         for start in tl.range(0, N, CHUNK):
             cols = start + lanes
-            keep = cols < N
+            in_row = cols < N
+            keep = in_row & live
             dy = tl.load(dy_ptr + cols, mask=keep, other=0.0).to(tl.float32)
-            hat = load_hat(z_ptr, cols, keep, mean, rest, rstd, HAT)
-            weight = tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
-            bias = tl.load(bias_ptr + cols, mask=keep, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
+            if EXTRA != 0:
+                extra = tl.load(extra_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+            if EXTRA == TO_DY:
+                dy += extra
+            hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
+            weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
+            bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
             _, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
             dz = rstd * (t * weight - mean_t - hat * mean_t_hat)
-            if ADD_DSUM:
-                dsum_row = dsum_ptr + row * aligned(stride_dsum, VEC)
-                dz += tl.load(dsum_row + cols, mask=keep, other=0.0).to(tl.float32)
-            tl.store(dz_ptr + row * N + cols, dz.to(dz_ptr.dtype.element_ty), mask=keep)
+            if EXTRA == TO_DZ:
+                dz += extra
+            tl.store(dz_ptr + row * N + cols, dz.to(dz_ptr.dtype.element_ty), mask=in_row)
 
 
-@triton.jit(do_not_specialize=["M", "N", "stride_dy", "stride_z"])
+@triton.jit(
+    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads"],
+)
 def columns_kernel(
     dy_ptr,
     z_ptr,
+    extra_ptr,
     weight_ptr,
     bias_ptr,
     mean_ptr,
-    rest_ptr,
     rstd_ptr,
+    offsets_ptr,
     partial_ptr,  # [sums, programs, N] fp32, sums in the order weight, bias
     M,
     N,
     stride_dy,
     stride_z,
+    stride_extra,
+    last,
+    heads,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
+    EXTRA: tl.constexpr,
+    CUT: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
-    REFINE: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     VEC: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Partial sums over rows of da (or of dy as it is) and of da * zhat, for one block of columns."""
-    N = aligned(N, VEC)
-    stride_dy = aligned(stride_dy, VEC)
-    stride_z = aligned(stride_z, VEC)
-    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-    keep_cols = cols < N
+    N *= VEC
+    stride_dy *= VEC
+    stride_z *= VEC
+    stride_extra *= VEC
+    live = live_rows(M, offsets_ptr, last, heads, CUT)
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
+    in_row = cols < N
     sum_weight = tl.zeros((ROWS, COLS), tl.float32)
     sum_bias = tl.zeros((ROWS, COLS), tl.float32)
     weight = tl.zeros((1, COLS), tl.float32)
     bias = tl.zeros((1, COLS), tl.float32)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=keep_cols, other=0.0).to(tl.float32)[None, :]
+        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=keep_cols, other=0.0).to(tl.float32)[None, :]
-    for block in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), tl.num_programs(0)):
+        bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+    for block in tl.range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)
-        keep_rows = rows < M
-        keep = keep_rows[:, None] & keep_cols[None, :]
-        da = tl.load(dy_ptr + rows[:, None] * stride_dy + cols[None, :], mask=keep, other=0.0).to(tl.float32)
+        row_live = rows < live
+        keep = row_live[:, None] & in_row
+        da = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        if EXTRA == TO_DY:
+            da += tl.load(extra_ptr + (rows * stride_extra)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         if SUM_WEIGHT or ACTIVATION != "identity":
-            hat = tl.load(z_ptr + rows[:, None] * stride_z + cols[None, :], mask=keep, other=0.0).to(tl.float32)
+            hat = tl.load(z_ptr + (rows * stride_z)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
             if not HAT:
+                rstd = tl.load(rstd_ptr + rows, mask=row_live, other=0.0)[:, None]
+                first = rstd
+                mean = rstd
                 if LAYER:
-                    hat -= tl.load(mean_ptr + rows, mask=keep_rows, other=0.0)[:, None]
-                    if REFINE:
-                        hat -= tl.load(rest_ptr + rows, mask=keep_rows, other=0.0)[:, None]
-                hat *= tl.load(rstd_ptr + rows, mask=keep_rows, other=0.0)[:, None]
+                    first = tl.load(z_ptr + rows * stride_z, mask=row_live, other=0.0).to(tl.float32)[:, None]
+                    mean = tl.load(mean_ptr + rows, mask=row_live, other=0.0)[:, None]
+                hat = standardized(hat, first, mean, rstd, LAYER, True)
             _, da = through_activation(da, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
             if SUM_WEIGHT:
                 sum_weight += da * hat
         if SUM_BIAS:
             sum_bias += da
+    cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
     place = tl.program_id(0).to(tl.int64) * N + cols
     if SUM_WEIGHT:
-        tl.store(partial_ptr + place, tl.sum(sum_weight, 0), mask=keep_cols)
+        tl.store(partial_ptr + place, tl.sum(sum_weight, 0), mask=cols < N)
         place += tl.num_programs(0).to(tl.int64) * N
     if SUM_BIAS:
-        tl.store(partial_ptr + place, tl.sum(sum_bias, 0), mask=keep_cols)
+        tl.store(partial_ptr + place, tl.sum(sum_bias, 0), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["programs", "N"])
@@ -299,8 +361,10 @@ def reduce_kernel(
     SUMS: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """Add up the partials of one sum for one block of columns."""
+    N *= VEC
     cols = tl.program_id(0) * COLS + tl.arange(0, COLS)
     which = tl.program_id(1)
     partial_ptr += which.to(tl.int64) * programs * N
@@ -308,7 +372,7 @@ def reduce_kernel(
     for start in tl.range(0, programs, ROWS):
         rows = start + tl.arange(0, ROWS)
         keep = (rows < programs)[:, None] & (cols < N)[None, :]
-        total += tl.load(partial_ptr + rows[:, None].to(tl.int64) * N + cols[None, :], mask=keep, other=0.0)
+        total += tl.load(partial_ptr + (rows.to(tl.int64) * N)[:, None] + cols[None, :], mask=keep, other=0.0)
     column = tl.sum(total, 0)
     if which == 0:
         tl.store(first_ptr + cols, column.to(first_ptr.dtype.element_ty), mask=cols < N)

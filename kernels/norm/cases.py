@@ -25,27 +25,24 @@ def _types(names: str, dtype: str, param: str) -> dict[str, str]:
     types = {}
     for name in names.split():
         if name.endswith("_ptr"):
-            statistics = name in ("mean_ptr", "rstd_ptr", "rest_ptr", "partial_ptr")
+            statistics = name in ("mean_ptr", "rstd_ptr", "partial_ptr")
             parameter = name in ("weight_ptr", "bias_ptr")
-            types[name] = f"*{'fp32' if statistics else param if parameter else dtype}:16"
+            kind = "i32" if name == "offsets_ptr" else "fp32" if statistics else param if parameter else dtype
+            types[name] = f"*{kind}:16"
         else:
-            types[name] = "fp32" if name == "eps" else "i32"
+            types[name] = "fp32" if name in ("eps", "reciprocal") else "i32"
     return types
 
 
 _FORWARD = (
-    "x_ptr residual_ptr weight_ptr bias_ptr y_ptr z_ptr hat_ptr mean_ptr rstd_ptr "
-    "M N stride_x stride_residual eps"
+    "x_ptr before_ptr after_ptr weight_ptr bias_ptr offsets_ptr y_ptr z_ptr hat_ptr mean_ptr rstd_ptr "
+    "M N stride_x stride_before stride_after last heads reciprocal eps"
 )
-_BACKWARD = (
-    "dy_ptr z_ptr dsum_ptr weight_ptr bias_ptr mean_ptr rstd_ptr dz_ptr h_ptr partial_ptr "
-    "M N stride_dy stride_z stride_dsum"
-)
-_BACKWARD_WIDE = (
-    "dy_ptr z_ptr dsum_ptr weight_ptr bias_ptr mean_ptr rest_ptr rstd_ptr dz_ptr h_ptr "
-    "M N stride_dy stride_z stride_dsum"
-)
-_COLUMNS = "dy_ptr z_ptr weight_ptr bias_ptr mean_ptr rest_ptr rstd_ptr partial_ptr M N stride_dy stride_z"
+_INPUTS = "dy_ptr z_ptr extra_ptr weight_ptr bias_ptr mean_ptr rstd_ptr offsets_ptr "
+_SIZES = " M N stride_dy stride_z stride_extra last heads"
+_BACKWARD = f"{_INPUTS} dz_ptr h_ptr partial_ptr {_SIZES} reciprocal"
+_BACKWARD_WIDE = f"{_INPUTS} dz_ptr h_ptr {_SIZES} reciprocal"
+_COLUMNS = f"{_INPUTS} partial_ptr {_SIZES}"
 
 
 def _norm(layer: bool, activation: str) -> dict[str, Any]:
@@ -58,21 +55,21 @@ def _label(width, vec: int, dtype: str, param: str, layer: bool, full: bool) -> 
 
 
 def _forward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> CompileCase:
-    """Plain, or `full`: with residual and both extra outputs (an activation comes without them)."""
+    """Plain, or `full`: with both residuals, both extra outputs and cut rows (an activation comes without them)."""
     config = forward_config(tile.block, _BYTES[dtype])
-    args = _types(_FORWARD, dtype, param) | _norm(layer, "identity")
-    args |= dict(RESIDUAL=1 if full else 0, WRITE_Z=full, WRITE_HAT=full, REFINE=dtype == "fp32")
-    args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec, STAGES=config.stages)
+    args = _types(_FORWARD, dtype, param) | _norm(layer, "identity") | dict(SHIFT=dtype == "fp32")
+    args |= dict.fromkeys(("BEFORE", "AFTER", "CUT", "WRITE_Z", "WRITE_HAT"), full)
+    args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec)
     label = _label(tile.block, tile.vec, dtype, param, layer, full)
     return CompileCase("norm.forward", label, forward.forward_kernel, args, {"num_warps": config.warps})
 
 
 def _backward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> CompileCase:
     """dz, dweight and dbias, or `full`: with the other two outputs, the gradient of the sum and gelu."""
-    config = backward_config(tile.block, _BYTES[dtype], full)
+    config = backward_config(tile.block, _BYTES[dtype], "layer" if layer else "rms", full)
     args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if full else "identity")
-    args |= dict(HAT=False, ADD_DSUM=full, WRITE_DZ=True, WRITE_H=full, SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=full)
-    args |= dict(REFINE=dtype == "fp32" and layer)
+    args |= dict(HAT=False, EXTRA=2 if full else 0, CUT=full, WRITE_DZ=True, WRITE_H=full)
+    args |= dict(SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=full, SHIFT=dtype == "fp32")
     args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec, STAGES=config.stages)
     label = _label(tile.block, tile.vec, dtype, param, layer, full)
     return CompileCase("norm.backward", label, backward.backward_kernel, args, {"num_warps": config.warps})
@@ -80,26 +77,29 @@ def _backward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> Co
 
 def _wide(dtype: str, param: str, layer: bool) -> Iterator[CompileCase]:
     vec = 16 // _BYTES[dtype]
-    norm = _norm(layer, "gelu")
+    norm = _norm(layer, "gelu") | dict(CUT=True, VEC=vec)
     label = _label("wide", vec, dtype, param, layer, True)
-    refine = dtype == "fp32" and layer
-    chunk = dict(CHUNK=WIDE.chunk, VEC=vec)
-    args = _types(_FORWARD, dtype, param) | norm | dict(RESIDUAL=1, WRITE_Z=True, WRITE_HAT=True) | chunk
+    args = _types(_FORWARD, dtype, param) | norm | dict(BEFORE=True, AFTER=True, WRITE_Z=True, WRITE_HAT=True)
+    args |= dict(CHUNK=WIDE.chunk)
     options = {"num_warps": WIDE.warps}
     yield CompileCase("norm.forward_wide", label, forward.forward_wide_kernel, args, options)
-    args = _types(_BACKWARD_WIDE, dtype, param) | norm | chunk
-    args |= dict(HAT=False, ADD_DSUM=True, WRITE_DZ=True, WRITE_H=True, REFINE=refine)
+    args = _types(_BACKWARD_WIDE, dtype, param) | norm | dict(HAT=False, EXTRA=2, WRITE_DZ=True, WRITE_H=True)
+    args |= dict(CHUNK=WIDE.chunk)
     yield CompileCase("norm.backward_wide", label, backward.backward_wide_kernel, args, options)
     tile = column_tile(1 << 16)
-    args = _types(_COLUMNS, dtype, param) | norm | dict(HAT=False, SUM_WEIGHT=True, SUM_BIAS=True, REFINE=refine)
-    args |= dict(ROWS=tile.rows, COLS=tile.cols, VEC=vec)
+    args = _types(_COLUMNS, dtype, param) | norm | dict(HAT=False, EXTRA=1, SUM_WEIGHT=True, SUM_BIAS=True)
+    args |= dict(ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
     yield CompileCase("norm.columns", label, backward.columns_kernel, args, {"num_warps": tile.warps})
+    tile = column_tile(1 << 16, plain=True)
+    args = args | dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CUT", "SUM_WEIGHT"), False)
+    args |= dict(ACTIVATION="identity", HAT=True, EXTRA=0, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
+    yield CompileCase("norm.columns", f"sum {dtype}", backward.columns_kernel, args, {"num_warps": tile.warps})
 
 
 def _reduce(programs: int) -> CompileCase:
     tile = reduce_tile(programs)
     args = _types("partial_ptr first_ptr second_ptr third_ptr programs N", "fp32", "fp32")
-    args |= dict(SUMS=3, ROWS=tile.rows, COLS=tile.cols)
+    args |= dict(SUMS=3, ROWS=tile.rows, COLS=tile.cols, VEC=4)
     return CompileCase("norm.reduce", f"{programs} partials", backward.reduce_kernel, args, {"num_warps": tile.warps})
 
 
@@ -110,7 +110,10 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         for tile in SHIPPED_TILES[_BYTES[dtype]]:
             if arch == 90 or tile.block in blocks:
                 yield _forward(tile, dtype, param, True, True)
-                yield _backward(tile, dtype, param, True, backward_config(tile.block, _BYTES[dtype], True) is not None)
+                in_registers = backward_config(tile.block, _BYTES[dtype], "layer", True) is not None
+                yield _backward(tile, dtype, param, True, in_registers)
+                if arch == 90:  # the plain form has tiles of its own
+                    yield _backward(tile, dtype, param, True, False)
     yield from _wide("fp32", "fp32", True)
     if arch == 90:
         yield from _wide("bf16", "bf16", False)

@@ -14,8 +14,15 @@ class Tile(NamedTuple):
     vec: int
 
 
-class Config(NamedTuple):
-    """Rows per step, warps, programs per multiprocessor (0: a program per step), stages of the loop over steps."""
+class Forward(NamedTuple):
+    """Rows per program, and warps."""
+
+    rows: int
+    warps: int
+
+
+class Backward(NamedTuple):
+    """Rows per step, warps, programs per multiprocessor, stages of the loop over steps."""
 
     rows: int
     warps: int
@@ -28,6 +35,7 @@ class Columns(NamedTuple):
     cols: int
     warps: int
     per_sm: int = 0
+    stages: int = 1
 
 
 class Chunks(NamedTuple):
@@ -35,36 +43,62 @@ class Chunks(NamedTuple):
     warps: int
 
 
-# Twelve shapes per kernel: these with 16-byte accesses, and a few for rows that start at odd addresses or have an odd
+# Eleven shapes per kernel: these with 16-byte accesses, and a few for rows that start at odd addresses or have an odd
 # width, which are read value by value whatever the block.
 _ALIGNED_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-_OTHER_BLOCKS = (128, 512, 2048, 8192)
+_OTHER_BLOCKS = (128, 512, 2048)
 
-# For 16-bit values. A tile is 8 to 32 values per thread; programs per multiprocessor as registers allow.
+# For 16-bit values. 32 values per thread: four 16-byte loads in flight, from as many small programs as fit.
 _FORWARD = {
-    64: Config(32, 4, per_sm=8),
-    128: Config(16, 4, per_sm=8),
-    256: Config(8, 4, per_sm=8),
-    512: Config(4, 4, per_sm=8),
-    1024: Config(1, 1, per_sm=16),
-    2048: Config(1, 4, per_sm=8),
-    4096: Config(1, 8, per_sm=4),
-    8192: Config(1, 16, per_sm=2),
+    64: Forward(16, 1),
+    128: Forward(8, 1),
+    256: Forward(4, 1),
+    512: Forward(2, 1),
+    1024: Forward(1, 1),
+    2048: Forward(1, 2),
+    4096: Forward(1, 4),
+    8192: Forward(1, 8),
 }
-# The second column is for kernels that write or sum more than dz, dweight and dbias: fewer programs fit.
+# One warp up to 512, since it adds up a row without a barrier; wider rows leave few programs per multiprocessor, and
+# there a pipelined loop keeps loads in flight.
 _BACKWARD = {
-    64: (Config(16, 4, per_sm=7), Config(16, 4, per_sm=5)),
-    128: (Config(8, 4, per_sm=7), Config(8, 4, per_sm=5)),
-    256: (Config(4, 4, per_sm=7), Config(4, 4, per_sm=5)),
-    512: (Config(2, 4, per_sm=7), Config(2, 4, per_sm=5)),
-    1024: (Config(1, 4, per_sm=7), Config(1, 4, per_sm=5)),
-    2048: (Config(1, 4, per_sm=4), Config(1, 4, per_sm=3)),
-    4096: (Config(1, 16, per_sm=1), Config(1, 16, per_sm=1)),
-    8192: (Config(1, 16, per_sm=1), None),  # None: registers would spill, so the row is walked in chunks
+    "layer": {
+        64: Backward(8, 1, per_sm=16),
+        128: Backward(4, 1, per_sm=16),
+        256: Backward(2, 1, per_sm=16),
+        512: Backward(1, 1, per_sm=16),
+        1024: Backward(1, 4, per_sm=6, stages=3),
+        2048: Backward(1, 4, per_sm=4, stages=3),
+        4096: Backward(1, 8, per_sm=2, stages=3),
+        8192: Backward(1, 16, per_sm=1),
+    },
+    "rms": {
+        64: Backward(8, 1, per_sm=20),
+        128: Backward(4, 1, per_sm=20),
+        256: Backward(2, 1, per_sm=20),
+        512: Backward(1, 1, per_sm=20),
+        1024: Backward(1, 4, per_sm=8, stages=3),
+        2048: Backward(1, 4, per_sm=4, stages=3),
+        4096: Backward(1, 8, per_sm=2, stages=3),
+        8192: Backward(1, 16, per_sm=1),
+    },
 }
-WIDE = Chunks(chunk=4096, warps=8)
+# For kernels that read, write or sum more than dy, z, dz, dweight and dbias: fewer programs fit.
+_HEAVY = {
+    64: Backward(16, 4, per_sm=5),
+    128: Backward(8, 4, per_sm=5),
+    256: Backward(4, 4, per_sm=5, stages=3),
+    512: Backward(2, 4, per_sm=5, stages=3),
+    1024: Backward(1, 4, per_sm=5, stages=3),
+    2048: Backward(1, 4, per_sm=2, stages=3),
+    4096: Backward(1, 16, per_sm=1),
+    8192: None,  # registers would spill, so the row is walked in chunks
+}
+WIDE = Chunks(chunk=2048, warps=4)
 _COLUMNS = {cols: Columns(4096 // cols, cols, warps=4, per_sm=8) for cols in (64, 256)}
-_REDUCE = Columns(rows=256, cols=16, warps=8)
+# Without a norm: rows of one tensor only, so there is room for a pipelined loop.
+_PLAIN_COLUMNS = {c: Columns(4096 // c, c, warps=4, per_sm=4, stages=3) for c in (64, 256)}
+_REDUCE = Columns(rows=1024, cols=8, warps=8)
 _REDUCE_FEW = Columns(rows=16, cols=512, warps=8)
 
 
@@ -86,27 +120,31 @@ def pick_tile(width: int, strides: tuple[int, ...], itemsize: int) -> Tile:
     return Tile(next((b for b in blocks if b >= width), None), vec)
 
 
-def forward_config(block: int, itemsize: int) -> Config:
+def forward_config(block: int, itemsize: int) -> Forward:
     return _for_size(_FORWARD[block], itemsize)
 
 
-def backward_config(block: int, itemsize: int, heavy: bool) -> Config | None:
+def backward_config(block: int, itemsize: int, norm: str, heavy: bool) -> Backward | None:
     """None where the row has to be walked in chunks."""
-    config = _BACKWARD[block][heavy]
-    return None if config is None else _for_size(config, itemsize)
+    config = (_HEAVY if heavy else _BACKWARD[norm])[block]
+    if config is None or itemsize < 4:
+        return config
+    stages = 1 if block >= 2048 else config.stages  # or the buffers of the stages would not fit
+    return _for_size(config, itemsize)._replace(per_sm=max(1, config.per_sm // 2), stages=stages)
 
 
-def _for_size(config: Config, itemsize: int) -> Config:
+def _for_size(config, itemsize: int):
     """fp32 rows are twice as long in bytes: half as many at a time, or spread over twice the warps."""
     if itemsize < 4 or config.warps == 16:
         return config
     if config.rows > 1:
         return config._replace(rows=config.rows // 2)
-    return config._replace(warps=2 * config.warps, per_sm=max(1, config.per_sm // 2))
+    return config._replace(warps=2 * config.warps)
 
 
-def column_tile(width: int) -> Columns:
-    return _COLUMNS[64 if width <= 64 else 256]
+def column_tile(width: int, plain: bool = False) -> Columns:
+    """For columns_kernel, `plain` where it sums dy as it is."""
+    return (_PLAIN_COLUMNS if plain else _COLUMNS)[64 if width <= 64 else 256]
 
 
 def reduce_tile(programs: int) -> Columns:

@@ -2,6 +2,9 @@
 
 Sizes and strides are run-time arguments. A kernel is specialised on the width's power of two, on whether every row
 starts on 16 bytes, and on what is computed; on nothing else.
+
+`cut=(offsets, heads)` says that only the first offsets[-1] * heads rows hold tokens: the others are not read into any
+result, and are 0 in what is written.
 """
 
 from __future__ import annotations
@@ -17,7 +20,10 @@ from torch import Tensor
 from recsys_norm.kernels.norm import backward, forward
 from recsys_norm.kernels.norm.configs import (
     WIDE,
-    Config,
+    Backward,
+    Columns,
+    Forward,
+    Tile,
     backward_config,
     column_tile,
     forward_config,
@@ -25,7 +31,8 @@ from recsys_norm.kernels.norm.configs import (
     reduce_tile,
 )
 
-_RESIDUAL = {None: 0, "before": 1, "after": 2}
+_TO_DY, _TO_DZ = 1, 2  # as in backward
+Cut = tuple[Tensor, int]
 
 
 class Normed(NamedTuple):
@@ -57,38 +64,46 @@ def _on(device: torch.device) -> contextlib.AbstractContextManager:
     return torch.cuda.device(device)
 
 
-def _programs(M: int, config: Config, device: torch.device) -> int:
-    blocks = triton.cdiv(M, config.rows)
-    return blocks if config.per_sm == 0 else min(blocks, config.per_sm * _processors(device))
+def _stride(x: Tensor | None, vec: int) -> int:
+    return 0 if x is None else x.stride(0) // vec
+
+
+def _cut_arguments(cut: Cut | None) -> tuple[Tensor | None, tuple[int, int]]:
+    """(offsets, (index of the last one, heads))."""
+    return (None, (0, 0)) if cut is None else (cut[0], (cut[0].numel() - 1, cut[1]))
+
+
+def _pick(width: int, *tensors: Tensor | None) -> Tile:
+    given = [t for t in tensors if t is not None]
+    return pick_tile(width, tuple(t.stride(0) for t in given), given[0].element_size())
 
 
 def norm_forward(
     x: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    residual: Tensor | None = None,
     *,
     norm: str,
     eps: float,
-    position: str | None = None,
+    before: Tensor | None = None,
+    after: Tensor | None = None,
     activation: str = "identity",
     write_z: bool = False,
     write_hat: bool = False,
     overwrite: bool = False,
-    config: Config | None = None,
+    cut: Cut | None = None,
+    config: Forward | None = None,
 ) -> Normed:
-    """y = act(norm(z) * weight + bias), z = x (+ residual if position is "before"; "after" adds it to y).
+    """y = act(norm(z) * weight + bias) (+ after), z = x (+ before).
 
     Args:
-        x, residual: `[M, N]` with unit stride in the rows, M > 0.
+        x, before, after: `[M, N]` with unit stride in the rows.
         write_z, write_hat: also return z or the normalised rows, in x's dtype.
         overwrite: x is a temporary of the caller's; one of the results takes its memory.
         config: instead of the shipped one, for tuning.
     """
     M, N = x.shape
-    position = position if residual is not None else None
-    strides = (x.stride(0),) + (() if residual is None else (residual.stride(0),))
-    tile = pick_tile(N, strides, x.element_size())
+    tile = _pick(N, x, before, after)
     free = [x] if overwrite and x.is_contiguous() else []
 
     def buffer(wanted: bool) -> Tensor | None:
@@ -100,31 +115,34 @@ def norm_forward(
     y = buffer(True)
     mean = torch.empty(M, dtype=torch.float32, device=x.device) if norm == "layer" else None
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    pointers = (x, residual, weight, bias, y, z, hat, mean, rstd)
-    sizes = (M, N, x.stride(0), 0 if residual is None else residual.stride(0), eps)
+    offsets, last = _cut_arguments(cut)
+    arguments = (x, before, after, weight, bias, offsets, y, z, hat, mean, rstd)
+    arguments += (M, N // tile.vec, *(_stride(t, tile.vec) for t in (x, before, after)), *last, 1.0 / N, eps)
     options = dict(
         LAYER=norm == "layer",
         ACTIVATION=activation,
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
-        RESIDUAL=_RESIDUAL[position],
+        BEFORE=before is not None,
+        AFTER=after is not None,
+        CUT=cut is not None,
         WRITE_Z=write_z,
         WRITE_HAT=write_hat,
         VEC=tile.vec,
     )
+    if M == 0:
+        return Normed(y, z, hat, mean, rstd)
     with _on(x.device):
         if tile.block is None:
-            forward.forward_wide_kernel[(M,)](*pointers, *sizes, **options, CHUNK=WIDE.chunk, num_warps=WIDE.warps)
+            forward.forward_wide_kernel[(M,)](*arguments, **options, CHUNK=WIDE.chunk, num_warps=WIDE.warps)
         else:
             config = config or forward_config(tile.block, x.element_size())
-            forward.forward_kernel[(_programs(M, config, x.device),)](
-                *pointers,
-                *sizes,
+            forward.forward_kernel[(triton.cdiv(M, config.rows),)](
+                *arguments,
                 **options,
-                REFINE=x.dtype == torch.float32,
+                SHIFT=x.dtype == torch.float32,
                 ROWS=config.rows,
                 BLOCK=tile.block,
-                STAGES=config.stages,
                 num_warps=config.warps,
             )
     return Normed(y, z, hat, mean, rstd)
@@ -137,9 +155,10 @@ def norm_backward(
     rstd: Tensor,
     weight: Tensor | None = None,
     bias: Tensor | None = None,
-    dsum: Tensor | None = None,
     *,
     norm: str,
+    dsum: Tensor | None = None,
+    more_dy: Tensor | None = None,
     hat: bool = False,
     activation: str = "identity",
     write_dz: bool = True,
@@ -147,70 +166,83 @@ def norm_backward(
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
     dz_sum: torch.dtype | None = None,
-    config: Config | None = None,
+    cut: Cut | None = None,
+    config: Backward | None = None,
 ) -> Gradients:
     """Gradients of `norm_forward`, as the formulas of `backward` have them.
 
     Args:
-        dy, z, dsum: `[M, N]` with unit stride in the rows, M > 0. z is the row before the norm, or zhat if `hat`.
+        dy, z, dsum, more_dy: `[M, N]` with unit stride in the rows. z: before the norm, or zhat if `hat`.
         bias: read for `write_h` and for an activation only.
-        dsum: gradient of z from elsewhere, added to dz.
+        dsum: gradient of z from elsewhere, added to dz. more_dy: added to dy. At most one of the two.
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
         config: instead of the shipped one, for tuning.
     """
+    if dsum is not None and more_dy is not None:
+        raise ValueError("norm_backward takes dsum or more_dy, not both; add one up before the call")
     M, N = z.shape
     bias = bias if write_h or activation != "identity" else None
-    strides = (dy.stride(0), z.stride(0)) + (() if dsum is None else (dsum.stride(0),))
-    tile = pick_tile(N, strides, z.element_size())
+    extra = dsum if more_dy is None else more_dy
+    tile = _pick(N, dy, z, extra)
     dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
+    offsets, last = _cut_arguments(cut)
+    strides = (_stride(t, tile.vec) for t in (dy, z, extra))
     call = _Backward(
-        tensors=(dy, z, dsum, weight, bias, mean, rstd, dz, h),
-        sizes=(M, N, dy.stride(0), z.stride(0), 0 if dsum is None else dsum.stride(0)),
+        inputs=(dy, z, extra, weight, bias, mean, rstd, offsets),
+        outputs=(dz, h),
+        sizes=(M, N // tile.vec, *strides, *last),
         options=dict(
             LAYER=norm == "layer",
             ACTIVATION=activation,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             HAT=hat,
-            REFINE=z.dtype == torch.float32 and norm == "layer" and not hat,
+            EXTRA=0 if extra is None else _TO_DZ if more_dy is None else _TO_DY,
+            CUT=cut is not None,
             VEC=tile.vec,
         ),
         sums=(dweight, dbias, dz_sum),
     )
     if config is None and tile.block is not None:
-        heavy = write_h or activation != "identity" or dsum is not None or dz_sum is not None
-        config = backward_config(tile.block, z.element_size(), heavy)
+        heavy = write_h or activation != "identity" or extra is not None or dz_sum is not None
+        config = backward_config(tile.block, z.element_size(), norm, heavy)
+    if M == 0:
+        zeros = (None if s is None else torch.zeros(N, dtype=s, device=z.device) for s in call.sums)
+        return Gradients(dz, h, *zeros)
     with _on(z.device):
         sums = _backward_wide(call) if config is None else _backward_rows(call, tile.block, config)
     return Gradients(dz, h, *sums)
 
 
 class _Backward(NamedTuple):
-    tensors: tuple[Tensor | None, ...]
+    inputs: tuple[Tensor | None, ...]
+    outputs: tuple[Tensor | None, Tensor | None]
     sizes: tuple[int, ...]
     options: dict
     sums: tuple[torch.dtype | None, ...]
 
 
-def _backward_rows(call: _Backward, block: int, config: Config) -> list[Tensor | None]:
-    dy, z, dsum, weight, bias, mean, rstd, dz, h = call.tensors
+def _backward_rows(call: _Backward, block: int, config: Backward) -> list[Tensor | None]:
+    z, (dz, h) = call.inputs[1], call.outputs
     M, N = z.shape
     sum_weight, sum_bias, sum_dz = (s is not None for s in call.sums)
-    programs = _programs(M, config, z.device)
+    programs = min(triton.cdiv(M, config.rows), config.per_sm * _processors(z.device))
     partial = _partials(call.sums, programs, N, z.device)
     backward.backward_kernel[(programs,)](
-        *call.tensors,
+        *call.inputs,
+        *call.outputs,
         partial,
         *call.sizes,
+        1.0 / N,
         **call.options,
-        ADD_DSUM=dsum is not None,
         WRITE_DZ=dz is not None,
         WRITE_H=h is not None,
         SUM_WEIGHT=sum_weight,
         SUM_BIAS=sum_bias,
         SUM_DZ=sum_dz,
+        SHIFT=z.dtype == torch.float32,
         ROWS=config.rows,
         BLOCK=block,
         STAGES=config.stages,
@@ -220,63 +252,59 @@ def _backward_rows(call: _Backward, block: int, config: Config) -> list[Tensor |
 
 
 def _backward_wide(call: _Backward) -> list[Tensor | None]:
-    dy, z, dsum, weight, bias, mean, rstd, dz, h = call.tensors
+    z, (dz, h) = call.inputs[1], call.outputs
     sum_weight, sum_bias, sum_dz = call.sums
     M, N = z.shape
-    refine = call.options["REFINE"]
-    rest = torch.empty(M, dtype=torch.float32, device=z.device) if refine else None
-    rounded = dz
-    if sum_dz is not None and dz is None:
-        rounded = torch.empty((M, N), dtype=z.dtype, device=z.device)
-    if rounded is not None or h is not None or refine:
+    rounded = torch.empty_like(z) if sum_dz is not None and dz is None else dz
+    if rounded is not None or h is not None:
         backward.backward_wide_kernel[(M,)](
-            *(dy, z, dsum, weight, bias, mean, rest, rstd, rounded, h),
+            *call.inputs,
+            rounded,
+            h,
             *call.sizes,
+            1.0 / N,
             **call.options,
-            ADD_DSUM=dsum is not None,
             WRITE_DZ=rounded is not None,
             WRITE_H=h is not None,
             CHUNK=WIDE.chunk,
             num_warps=WIDE.warps,
         )
-    sums = _columns(dy, z, weight, bias, mean, rest, rstd, call.options, (sum_weight, sum_bias))
+    sums = _columns(call.inputs, call.sizes, call.options, (sum_weight, sum_bias), column_tile(N))
     return [*sums, None if sum_dz is None else column_sum(rounded, sum_dz)]
 
 
-def _columns(dy, z, weight, bias, mean, rest, rstd, options, sums) -> list[Tensor | None]:
+def _columns(inputs, sizes, options, sums, tile: Columns) -> list[Tensor | None]:
     if sums == (None, None):
         return [None, None]
+    dy = inputs[0]
     M, N = dy.shape
-    tile = column_tile(N)
     strips = triton.cdiv(N, tile.cols)
     programs = min(triton.cdiv(M, tile.rows), triton.cdiv(tile.per_sm * _processors(dy.device), strips))
     partial = _partials(sums, programs, N, dy.device)
     backward.columns_kernel[(programs, strips)](
-        *(dy, z, weight, bias, mean, rest, rstd, partial),
-        *(M, N, dy.stride(0), 0 if z is None else z.stride(0)),
+        *inputs,
+        partial,
+        *sizes,
         **options,
         SUM_WEIGHT=sums[0] is not None,
         SUM_BIAS=sums[1] is not None,
         ROWS=tile.rows,
         COLS=tile.cols,
+        STAGES=tile.stages,
         num_warps=tile.warps,
     )
     return _reduce(partial, sums, N)
 
 
-def column_sum(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum over the rows of x `[M, N]`, in fp32, returned in `dtype`."""
-    options = dict(
-        LAYER=False,
-        ACTIVATION="identity",
-        HAS_WEIGHT=False,
-        HAS_BIAS=False,
-        HAT=True,
-        REFINE=False,
-        VEC=pick_tile(x.shape[1], (x.stride(0),), x.element_size()).vec,
-    )
+def column_sum(x: Tensor, dtype: torch.dtype, tile: Columns | None = None) -> Tensor:
+    """Sum over the rows of x `[M, N]`, in fp32, returned in `dtype`. `tile` instead of the shipped one, for tuning."""
+    M, N = x.shape
+    vec = _pick(N, x).vec
+    options = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CUT"), False)
+    options |= dict(ACTIVATION="identity", HAT=True, EXTRA=0, VEC=vec)
     with _on(x.device):
-        return _columns(x, None, None, None, None, None, None, options, (None, dtype))[1]
+        sizes = (M, N // vec, x.stride(0) // vec, 0, 0, 0, 0)
+        return _columns((x, *(None,) * 7), sizes, options, (None, dtype), tile or column_tile(N, plain=True))[1]
 
 
 def _partials(sums, programs: int, N: int, device: torch.device) -> Tensor | None:
@@ -291,14 +319,16 @@ def _reduce(partial: Tensor | None, sums, N: int) -> list[Tensor | None]:
     results = [None if s is None else torch.empty(N, dtype=s, device=partial.device) for s in sums]
     given = [r for r in results if r is not None]
     tile = reduce_tile(partial.shape[1])
+    vec = 1 if N % 4 else 4
     backward.reduce_kernel[(triton.cdiv(N, tile.cols), len(given))](
         partial,
         *(given + [None] * (3 - len(given))),
         partial.shape[1],
-        N,
+        N // vec,
         SUMS=len(given),
         ROWS=tile.rows,
         COLS=tile.cols,
+        VEC=vec,
         num_warps=tile.warps,
     )
     return results

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem, Tensors
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _MIN_ARCH = 80
 _MIN_TRITON = (3, 6)
+_MAX_HEAD_WIDTH = 256  # kernels.gdpa
 
 
 def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -56,27 +56,29 @@ class Separate:
             return f"it needs triton >= {needed} and {found} is installed; use backend='unfused'"
         if problem.dtype not in _DTYPES:
             return f"its kernels take bfloat16, float16 and float32, not {problem.dtype}; use backend='unfused'"
+        attention = problem.attention
+        if attention is not None and not attention.softmax and problem.d > _MAX_HEAD_WIDTH:
+            limit = f"the attention kernel holds heads up to {_MAX_HEAD_WIDTH} wide"
+            return f"{limit} and these are {problem.d}; use more heads, or attention='eager'"
         return None
 
     def forward(self, problem: Problem, *tensors: Tensor | None) -> tuple[Tensors, Tensors]:
-        eps = resolve_eps(problem.eps, problem.dtype)
-        return OPS[problem.op][0](problem, eps, *tensors)
+        return OPS[problem.op][0](problem, *tensors)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        return OPS[problem.op][1](problem, resolve_eps(problem.eps, problem.dtype), saved, grads, needs)
+        return OPS[problem.op][1](problem, saved, grads, needs)
 
 
-def _norm_forward(problem, eps, x, norm_weight, norm_bias, residual):
+def _norm_forward(problem, x, norm_weight, norm_bias, residual):
     from recsys_norm.kernels.norm.launch import norm_forward
 
     write_z = residual is not None
-    out = norm_forward(
-        x, norm_weight, norm_bias, residual, norm=problem.norm, eps=eps, position="before", write_z=write_z
-    )
+    norm = dict(norm=problem.norm, eps=problem.eps)
+    out = norm_forward(x, norm_weight, norm_bias, **norm, before=residual, write_z=write_z)
     return (out.y, out.z), (out.mean, out.rstd)
 
 
-def _norm_backward(problem, eps, saved, grads, needs):
+def _norm_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import norm_backward
 
     z, norm_weight, mean, rstd = saved
@@ -99,14 +101,14 @@ def _norm_backward(problem, eps, saved, grads, needs):
     return g.dz if need_x else None, g.dweight, g.dbias, g.dz if need_residual else None
 
 
-def _norm_linear_forward(problem, eps, x, weight, bias, norm_weight, norm_bias):
+def _norm_linear_forward(problem, x, weight, bias, norm_weight, norm_bias):
     from recsys_norm.kernels.norm.launch import norm_forward
 
-    xn = norm_forward(x, norm_weight, norm_bias, norm=problem.norm, eps=eps)
+    xn = norm_forward(x, norm_weight, norm_bias, norm=problem.norm, eps=problem.eps)
     return (project(xn.y, weight, bias),), (xn.mean, xn.rstd)
 
 
-def _norm_linear_backward(problem, eps, saved, grads, needs):
+def _norm_linear_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import column_sum, norm_backward, norm_forward
 
     x, weight, bias, norm_weight, norm_bias, mean, rstd, _ = saved
@@ -134,11 +136,11 @@ def _norm_linear_backward(problem, eps, saved, grads, needs):
         if need_weight:
             dweight = weight_gradient(dy, g.h, weight)
     elif need_weight and not need_affine:
-        xn = norm_forward(x, norm_weight, norm_bias, norm=problem.norm, eps=eps).y
+        xn = norm_forward(x, norm_weight, norm_bias, norm=problem.norm, eps=problem.eps).y
         dweight = weight_gradient(dy, xn, weight)
     elif need_weight:
         # Nothing below wants a gradient: those of the norm's parameters follow from dy^T zhat, without the GEMM to x.
-        product = weight_product(dy, norm_forward(x, norm=problem.norm, eps=eps).y)
+        product = weight_product(dy, norm_forward(x, norm=problem.norm, eps=problem.eps).y)
         dweight = product if norm_weight is None else product * norm_weight.float()
         if need_norm_weight:
             dnorm_weight = (product * weight.float()).sum(0).to(norm_weight.dtype)
@@ -151,17 +153,17 @@ def _norm_linear_backward(problem, eps, saved, grads, needs):
     return dx, dweight, dbias, dnorm_weight, dnorm_bias
 
 
-def _linear_norm_forward(problem, eps, x, weight, bias, norm_weight, norm_bias, residual):
+def _linear_norm_forward(problem, x, weight, bias, norm_weight, norm_bias, residual):
     from recsys_norm.kernels.norm.launch import norm_forward
 
     out = norm_forward(
         project(x, weight, bias),
         norm_weight,
         norm_bias,
-        residual,
         norm=problem.norm,
-        eps=eps,
-        position=problem.residual,
+        eps=problem.eps,
+        before=residual if problem.residual == "before" else None,
+        after=residual if problem.residual == "after" else None,
         write_z=problem.return_sum,
         write_hat=problem.stores_hat,
         overwrite=True,
@@ -169,7 +171,7 @@ def _linear_norm_forward(problem, eps, x, weight, bias, norm_weight, norm_bias, 
     return (out.y, out.z), (out.mean, out.rstd, out.hat)
 
 
-def _linear_norm_backward(problem, eps, saved, grads, needs):
+def _linear_norm_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import norm_backward
 
     x, weight, norm_weight, mean, rstd, hat, z = saved
@@ -207,16 +209,16 @@ def _linear_norm_backward(problem, eps, saved, grads, needs):
     return dx, dweight, dbias, dnorm_weight, dnorm_bias, dresidual
 
 
-def _linear_norm_linear_forward(problem, eps, x, weight1, bias1, weight2, bias2, norm_weight, norm_bias):
+def _linear_norm_linear_forward(problem, x, weight1, bias1, weight2, bias2, norm_weight, norm_bias):
     from recsys_norm.kernels.norm.launch import norm_forward
 
     z = project(x, weight1, bias1)
     activation = problem.activation or "identity"
-    h = norm_forward(z, norm_weight, norm_bias, norm=problem.norm, eps=eps, activation=activation)
+    h = norm_forward(z, norm_weight, norm_bias, norm=problem.norm, eps=problem.eps, activation=activation)
     return (project(h.y, weight2, bias2),), (z, h.mean, h.rstd)
 
 
-def _linear_norm_linear_backward(problem, eps, saved, grads, needs):
+def _linear_norm_linear_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import column_sum, norm_backward, norm_forward
 
     x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved
@@ -248,10 +250,22 @@ def _linear_norm_linear_backward(problem, eps, saved, grads, needs):
         if need_w1:
             dw1 = weight_gradient(g.dz, x, weight1)
     elif need_w2:
-        h = norm_forward(z, norm_weight, norm_bias, norm=problem.norm, eps=eps, activation=activation).y
+        h = norm_forward(z, norm_weight, norm_bias, norm=problem.norm, eps=problem.eps, activation=activation).y
     if need_w2:
         dw2 = weight_gradient(dy, h, weight2)
     return dx, dw1, db1, dw2, db2, dnorm_weight, dnorm_bias
+
+
+def _attention_forward(problem, *tensors):
+    from recsys_norm.kernels.norm import attention
+
+    return attention.forward(problem, *tensors)
+
+
+def _attention_backward(problem, saved, grads, needs):
+    from recsys_norm.kernels.norm import attention
+
+    return attention.backward(problem, saved, grads, needs)
 
 
 OPS = {
@@ -259,4 +273,5 @@ OPS = {
     "norm_linear": (_norm_linear_forward, _norm_linear_backward),
     "linear_norm": (_linear_norm_forward, _linear_norm_backward),
     "linear_norm_linear": (_linear_norm_linear_forward, _linear_norm_linear_backward),
+    "norm_attention": (_attention_forward, _attention_backward),
 }

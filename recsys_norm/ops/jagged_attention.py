@@ -92,7 +92,9 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _check(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, window, implementation) -> None:
     if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"jagged_attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}")
+        raise ValueError(
+            f"jagged_attention: implementation={implementation!r} is not one of {', '.join(IMPLEMENTATIONS)}"
+        )
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 3:
             raise ValueError(f"jagged_attention: {name} needs shape [rows, heads, d], got {tuple(tensor.shape)}")
@@ -114,13 +116,17 @@ def _check(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, window, implemen
                 f"{offsets.dtype}"
             )
         if offsets.device != q.device:
-            raise ValueError(f"jagged_attention: {name} is on {offsets.device} and q on {q.device}; move one with .to()")
+            raise ValueError(
+                f"jagged_attention: {name} is on {offsets.device} and q on {q.device}; move one with .to()"
+            )
     if q_offsets.shape != k_offsets.shape:
         raise ValueError(
             f"jagged_attention: q_offsets has {q_offsets.shape[0] - 1} sequences and k_offsets {k_offsets.shape[0] - 1}"
         )
     if window is not None and window < 1:
-        raise ValueError(f"jagged_attention: window={window} keeps no key; it must be at least 1, or None for no window")
+        raise ValueError(
+            f"jagged_attention: window={window} keeps no key; it must be at least 1, or None for no window"
+        )
     if max_q_len < 0 or max_k_len < 0:
         raise ValueError(f"jagged_attention: max_q_len={max_q_len} and max_k_len={max_k_len} must not be negative")
     if q.device.type == "cpu" and implementation == "eager" and not torch.compiler.is_compiling():

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from recsys_norm.ops.activations import apply, apply_derivative
 
-_GROUP_SCORES = 1 << 22  # scores of one group of sequences, 16 MB in fp32
+_GROUP_SCORES = 1 << 22  # most scores of one group of sequences, 16 MB in fp32
+_SMALL_GROUP = 1 << 16  # up to here one more call costs more than padding
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def _slots(offsets_B1: Tensor, rows: int, length: int) -> Tensor:
     batch = offsets_B1.shape[0] - 1
     index = torch.arange(rows, device=offsets_B1.device)
     sequence = torch.searchsorted(offsets_B1[1:].contiguous(), index.to(offsets_B1.dtype), right=True)
-    position = index - offsets_B1[:-1][sequence.clamp(max=max(batch - 1, 0))]
+    position = index - offsets_B1[sequence]
     inside = (sequence < batch) & (position < length)
     return torch.where(inside, sequence * length + position, batch * length)
 
@@ -84,8 +85,6 @@ def eager(
 ) -> Tensor:
     """Every sequence padded to the maximum lengths. No step depends on the values of the offsets."""
     batch = q_offsets_B1.shape[0] - 1
-    if batch == 0:
-        return (q_THd * 0).nan_to_num()
     dtype = _compute_dtype(q_THd.dtype)
     max_q_len, max_k_len = max(max_q_len, 1), max(max_k_len, 1)
     with torch.autocast(q_THd.device.type, enabled=False):
@@ -112,19 +111,22 @@ def eager(
 
 @dataclass(frozen=True)
 class _Side:
-    """Rows of one group of sequences, padded to [g, length]. `valid` is None where nothing is padding."""
+    """Rows of one group of sequences, padded to [g, length]. `valid` is None where nothing is padding, else `slots` lists
+    the padded slots that hold a row."""
 
     rows: Tensor
     valid: Tensor | None
+    slots: Tensor | None
 
     @staticmethod
     def of(offsets: Tensor, sequences: Tensor, length: int) -> _Side:
         start, end = offsets[sequences, None], offsets[sequences + 1, None]
         rows = start + torch.arange(length)
         valid = rows < end
-        if bool(valid.all()):
-            return _Side(rows, None)
-        return _Side(rows.masked_fill(~valid, 0), valid)
+        slots = valid.flatten().nonzero().squeeze(1)
+        if slots.shape[0] == rows.numel():
+            return _Side(rows, None, None)
+        return _Side(rows.masked_fill_(~valid, 0), valid, slots)
 
     def take(self, x_THd: Tensor) -> Tensor:
         """[g, H, length, d], zeros in the padding, in the dtype of computation."""
@@ -135,11 +137,10 @@ class _Side:
         return y.transpose(1, 2)
 
     def put(self, out_THd: Tensor, values_BHSd: Tensor) -> None:
-        values = values_BHSd.transpose(1, 2).to(out_THd.dtype)
-        if self.valid is None:
-            out_THd.index_copy_(0, self.rows.flatten(), values.flatten(0, 1))
-        else:
-            out_THd.index_copy_(0, self.rows[self.valid], values[self.valid])
+        rows, values = self.rows.flatten(), values_BHSd.transpose(1, 2).to(out_THd.dtype).flatten(0, 1)
+        if self.slots is not None:
+            rows, values = rows[self.slots], values.index_select(0, self.slots)
+        out_THd.index_copy_(0, rows, values)
 
 
 def _groups(q_offsets: Tensor, k_offsets: Tensor, heads: int) -> Iterator[tuple[Tensor, int, int]]:
@@ -152,8 +153,9 @@ def _groups(q_offsets: Tensor, k_offsets: Tensor, heads: int) -> Iterator[tuple[
         longest, keys, end = q_len[order[start]], 0, start
         while end < len(order):
             more = max(keys, k_len[order[end]])
-            full = (end + 1 - start) * longest * more * heads > _GROUP_SCORES
-            shorter = end - start >= 8 and 3 * q_len[order[end]] < 2 * longest
+            scores = (end - start) * longest * more * heads
+            full = scores + longest * more * heads > _GROUP_SCORES
+            shorter = scores > _SMALL_GROUP and 3 * q_len[order[end]] < 2 * longest
             if end > start and (full or shorter):
                 break
             keys, end = more, end + 1

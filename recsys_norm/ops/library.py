@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem
 
 
@@ -61,7 +62,8 @@ def _triton_version() -> tuple[int, int] | None:
 
 
 def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fields) -> Problem:
-    """The Problem of rows x; `fields` are the Problem's own names. The parameter dtype is fp32 if any parameter is."""
+    """The Problem of rows x; `fields` are the Problem's own names. The parameter dtype is fp32 if any parameter is, and
+    eps is a number."""
     dtypes = {p.dtype for p in parameters if p is not None}
     param_dtype = torch.float32 if torch.float32 in dtypes else x.dtype
     cuda = x.device.type == "cuda"
@@ -71,6 +73,7 @@ def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fi
         K=fields.pop("K", x.shape[1]),
         dtype=x.dtype,
         param_dtype=param_dtype,
+        eps=resolve_eps(fields.pop("eps"), x.dtype),
         strides=tuple(x.stride()),
         device=x.device.type,
         arch=_arch(x.device),

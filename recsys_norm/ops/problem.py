@@ -47,7 +47,7 @@ class Problem:
     N: int
     dtype: torch.dtype
     param_dtype: torch.dtype
-    eps: float | None
+    eps: float
     N2: int = 0
     H: int = 0
     d: int = 0

@@ -18,7 +18,7 @@ BACKENDS = ("unfused", "compiled", "naive", "fused")
 ON_UNSUPPORTED = ("raise", "fallback")
 
 # Kernel packages with a `techniques()` that lists (op, technique) pairs.
-_KERNEL_PACKAGES = ("norm",)
+_KERNEL_PACKAGES = ("norm", "lazy")
 
 # The order in which `fused` tries techniques, best first.
 _ORDER: dict[str, tuple[str, ...]] = {

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from recsys_norm.ops.activations import get
 from recsys_norm.ops.composite import linear
-from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.jagged_attention import jagged_attention
 from recsys_norm.ops.problem import Problem, stores_hat
 
@@ -75,7 +74,7 @@ class _Plain:
 class Norm(_Plain):
     def forward(self, problem, x, norm_weight, norm_bias, residual):
         z = x if residual is None else x + residual
-        mean, rstd = statistics(z, problem.norm, resolve_eps(problem.eps, x.dtype))
+        mean, rstd = statistics(z, problem.norm, problem.eps)
         y = affine(standardize(z, mean, rstd), norm_weight, norm_bias).to(x.dtype)
         return (y, None if residual is None else z), (mean, rstd)
 
@@ -96,7 +95,7 @@ class Norm(_Plain):
 
 class NormLinear(_Plain):
     def forward(self, problem, x, weight, bias, norm_weight, norm_bias):
-        mean, rstd = statistics(x, problem.norm, resolve_eps(problem.eps, x.dtype))
+        mean, rstd = statistics(x, problem.norm, problem.eps)
         xn = affine(standardize(x, mean, rstd), norm_weight, norm_bias).to(x.dtype)
         return (linear(xn, weight, bias),), (mean, rstd)
 
@@ -125,7 +124,7 @@ class LinearNorm(_Plain):
         z = linear(x, weight, bias)
         if problem.residual == "before":
             z = z + residual
-        mean, rstd = statistics(z, problem.norm, resolve_eps(problem.eps, x.dtype))
+        mean, rstd = statistics(z, problem.norm, problem.eps)
         zhat = standardize(z, mean, rstd)
         y = affine(zhat, norm_weight, norm_bias)
         if problem.residual == "after":
@@ -163,7 +162,7 @@ class LinearNorm(_Plain):
 class LinearNormLinear(_Plain):
     def forward(self, problem, x, weight1, bias1, weight2, bias2, norm_weight, norm_bias):
         z = linear(x, weight1, bias1)
-        mean, rstd = statistics(z, problem.norm, resolve_eps(problem.eps, x.dtype))
+        mean, rstd = statistics(z, problem.norm, problem.eps)
         h = self._hidden(problem, standardize(z, mean, rstd), norm_weight, norm_bias).to(x.dtype)
         return (linear(h, weight2, bias2),), (z, mean, rstd)
 
@@ -204,7 +203,7 @@ class NormAttention(_Plain):
     """Norms around `jagged_attention`; its backward runs the attention again, in plain PyTorch."""
 
     def forward(self, problem, q, k, v, q_offsets, k_offsets, pqw, pqb, pkw, pkb, post_weight, post_bias, residual):
-        spec, eps = problem.attention, resolve_eps(problem.eps, problem.dtype)
+        spec, eps = problem.attention, problem.eps
         q, k, v = cut(q, q_offsets), cut(k, k_offsets), cut(v, k_offsets)
         q, q_stats = _pre(q, spec, "q", eps, pqw, pqb)
         k, k_stats = _pre(k, spec, "k", eps, pkw, pkb)

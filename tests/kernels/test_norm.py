@@ -11,7 +11,8 @@ from recsys_norm import ops
 from recsys_norm.kernels.compile import declared_architectures, run_checks
 from recsys_norm.kernels.norm import techniques
 from recsys_norm.ops import registry
-from recsys_norm.ops.problem import Problem
+from recsys_norm.ops.problem import AttentionSpec, Problem
+from recsys_norm.ops.torch_separate import statistics
 from recsys_norm.reference import normalize
 from recsys_norm.testing import check_close_to_reference, check_op
 
@@ -245,18 +246,71 @@ def test_normalised_rows_are_stored_as_asked():
 
     x, residual = torch.randn(2, 6, 40, device=DEVICE)
     weight = torch.randn(40, device=DEVICE)
-    options = dict(norm="layer", eps=1e-5, position="before", write_z=True, write_hat=True)
-    out = norm_forward(x, weight, None, residual, **options)
+    options = dict(norm="layer", eps=1e-5, before=residual, write_z=True, write_hat=True)
+    out = norm_forward(x, weight, None, **options)
     z = (x + residual).double()
     hat = normalize(z, "layer", None, None, 1e-5)
     torch.testing.assert_close(out.z.double(), z, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(out.hat.double(), hat, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.y.double(), hat * weight.double(), rtol=1e-5, atol=1e-6)
     scratch = x.clone()
-    again = norm_forward(scratch, weight, None, residual, overwrite=True, **options)
+    again = norm_forward(scratch, weight, None, overwrite=True, **options)
     assert again.z.data_ptr() == scratch.data_ptr()
     for a, b in zip(out, again):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype,width", [(torch.float16, 40), (torch.float32, 40), (torch.float32, 8200)])
+def test_saved_means_are_relative_to_the_first_element(dtype, width):
+    """As every technique saves them, so that the backward of one may follow the forward of another."""
+    from recsys_norm.kernels.norm.launch import norm_forward
+
+    x, before = (torch.randn(2, 5, width, device=DEVICE) + 30).to(dtype)
+    for z, options in ((x, {}), (x + before, dict(before=before, write_z=True))):
+        out = norm_forward(x, norm="layer", eps=1e-5, **options)
+        mean, rstd = statistics(z, "layer", 1e-5)
+        torch.testing.assert_close(out.mean, mean, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(out.rstd, rstd, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("width", [40, 8200])
+def test_rows_that_are_cut(norm, width):
+    """NaN past the last offset reaches nothing, and what is written there is 0."""
+    from recsys_norm.kernels.norm.launch import norm_backward, norm_forward
+
+    live, rows = 4, 7
+    cut = (torch.tensor([0, 1, 2], device=DEVICE), 2)  # two tokens of two heads
+    x, before, after, dy, more = torch.randn(5, rows, width, device=DEVICE)
+    weight, bias = torch.randn(2, width, device=DEVICE)
+    bias = bias if norm == "layer" else None
+
+    def run(count, cut):
+        x_, before_, after_, dy_, more_ = (t[:count] for t in (x, before, after, dy, more))
+        options = dict(before=before_, after=after_, write_z=True, write_hat=True, norm=norm, eps=1e-5, cut=cut)
+        out = norm_forward(x_, weight, bias, **options)
+        sums = dict(dweight=torch.float32, dbias=torch.float32, dz_sum=torch.float32)
+        g = norm_backward(dy_, out.z, out.mean, out.rstd, weight, norm=norm, more_dy=more_, cut=cut, **sums)
+        return [out.y, out.z, out.hat, g.dz], [g.dweight, g.dbias, g.dz_sum]
+
+    expected = run(live, None)
+    for t in (x, before, after, dy, more):
+        t[live:] = float("nan")
+    got = run(rows, cut)
+    for a, b in zip(got[0], expected[0]):
+        torch.testing.assert_close(a[:live], b)
+        assert not a[live:].any()
+    for a, b in zip(got[1], expected[1]):
+        torch.testing.assert_close(a, b)
+
+
+def test_no_rows():
+    from recsys_norm.kernels.norm.launch import norm_backward, norm_forward
+
+    x, weight = torch.empty(0, 40, device=DEVICE), torch.ones(40, device=DEVICE)
+    out = norm_forward(x, weight, norm="layer", eps=1e-5)
+    g = norm_backward(x, x, out.mean, out.rstd, weight, norm="layer", dweight=torch.float32)
+    assert out.y.shape == g.dz.shape == (0, 40) and torch.equal(g.dweight, torch.zeros_like(weight))
 
 
 def problem(**fields):
@@ -271,7 +325,10 @@ def test_why_not_names_the_limit():
     assert "3.5" in SEPARATE.why_not(problem(triton_version=(3, 5)))
     assert "none" in SEPARATE.why_not(problem(triton_version=None))
     assert "float64" in SEPARATE.why_not(problem(dtype=torch.float64))
-    assert "norm_attention" in SEPARATE.why_not(problem(op="norm_attention"))
+    assert "other" in SEPARATE.why_not(problem(op="other"))
+    spec = AttentionSpec(8, 8, ("gelu",), False, 1.0, False, None, None, "q", "head", None, False)
+    assert SEPARATE.why_not(problem(op="norm_attention", attention=spec, d=256)) is None
+    assert "256" in SEPARATE.why_not(problem(op="norm_attention", attention=spec, d=264))
 
 
 def test_kernels_compile_for_the_architectures_they_declare():

@@ -1,0 +1,47 @@
+# make train        install what is missing, then train the small model on synthetic data (ARGS="key=value ..." adds overrides)
+# make test         install what is missing, then run the tests (ARGS="-k name ..." adds pytest options)
+# Everything is installed into .venv; a second call installs nothing. SET=cpu or SET=cuda overrides the choice of packages.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+VENV := .venv
+# --no-compile: a run imports a small part of what is installed, and Python compiles that part itself.
+PIP := $(VENV)/bin/python -m pip --disable-pip-version-check -qq
+INSTALL := $(PIP) install --no-compile
+ARGS ?=
+
+SET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+PINS := pyproject.toml $(wildcard requirements/*.txt)
+STAMP := $(VENV)/.installed-$(SET)-$(shell cat $(PINS) | cksum | cut -d' ' -f1)
+
+.PHONY: train test lint data-movielens install
+
+train: install
+	$(VENV)/bin/python train.py experiment=quickstart $(ARGS)
+
+test: install data-movielens
+	$(VENV)/bin/python -m pytest -q --durations=15 $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+
+install: $(STAMP)
+
+data-movielens: $(STAMP)
+	@$(VENV)/bin/python -c 'import importlib.metadata as m; m.version("recbole")' 2>/dev/null \
+	  || $(INSTALL) --no-deps -r requirements/movielens.txt
+
+# The +cpu build is several times smaller, but not every index has it; where it is missing, cpu.txt takes the plain one.
+$(STAMP):
+	@[ -x $(VENV)/bin/python ] || { python=$(or $(PYTHON),$$(bash requirements/find-python)); "$$python" -m venv $(VENV); }
+	@echo "installing the $(SET) set into $(VENV)"
+	@rm -f $(VENV)/.installed-*
+ifeq ($(SET),cpu)
+	@$(INSTALL) "$$(grep '^torch==' requirements/cpu.txt)+cpu" 2>/dev/null || true
+endif
+	@$(INSTALL) -r requirements/$(SET).txt
+	@$(INSTALL) --no-deps -r requirements/torchrec.txt
+	@$(INSTALL) --no-deps --no-build-isolation -e .
+	@touch $@

@@ -1,0 +1,263 @@
+"""`python -m recsys_norm.bench ops`: every backend and technique of the GEMM ops, beside cuBLAS and a compiled norm.
+
+The parent starts `runs` fresh processes; each checks every candidate against the fp64 reference first, and only what is
+right is timed. Reported are medians over the runs' medians; `hidden_lo` and `hidden_hi` are the extremes over runs.
+
+    hidden   = (t_gemm + t_norm - t) / t_norm       the share of the norm's own time that is gone
+    roofline = max(least bytes / copy bandwidth, FLOPs / matrix rate) / t
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from recsys_norm import env, ops, reference
+from recsys_norm.bench.cases import GRID, Case, gemms, norm_alone
+from recsys_norm.bench.timing import Stopwatch, percentile
+from recsys_norm.ops import registry
+from recsys_norm.testing import CAP, TINY, relative_error
+
+# Ceilings measured on an H200: a large device copy and an 8192^3 bf16 product.
+COPY_BYTES_PER_S = 4.27e12
+MATRIX_FLOPS_PER_S = 790e12
+
+
+def default_cases(M: int, op: str, norms: list[str], shapes: list[tuple[int, int]]) -> list[Case]:
+    return [Case(op, norm, M, K, N) for K, N in shapes for norm in norms]
+
+
+def candidates(case: Case) -> dict[str, dict]:
+    """Arguments of each run of the op by its label: the plain backends, the chosen technique, every technique."""
+    labels = {"unfused": {"backend": "unfused"}, "compiled": {"backend": "compiled"}, "fused": {"backend": "fused"}}
+    for technique in registry.techniques(case.op):
+        if technique.provider != "torch":
+            labels[technique.name] = {"backend": "fused", "technique": technique.name}
+    return labels
+
+
+class Subject:
+    """One candidate on one case: forward, backward and both as callables on the same tensors."""
+
+    def __init__(self, case: Case, tensors: dict, arguments: dict, grads: list | None):
+        self._function = getattr(ops, case.op)
+        self._tensors, self._arguments = tensors, case.options() | arguments
+        self._wanted = [t for t in tensors.values() if t is not None]
+        self.outputs = self.forward()
+        self.grads = grads or [torch.randn_like(o) for o in self.outputs]
+
+    def forward(self) -> tuple:
+        out = self._function(**self._tensors, **self._arguments)
+        return out if isinstance(out, tuple) else (out,)
+
+    def backward(self) -> tuple:
+        return torch.autograd.grad(self.outputs, self._wanted, self.grads, retain_graph=True)
+
+    def both(self) -> tuple:
+        return torch.autograd.grad(self.forward(), self._wanted, self.grads)
+
+
+def errors(case: Case, subject: Subject, tensors: dict, direction: str) -> list[float]:
+    """Relative errors of what a direction computes, against fp64."""
+    double = {n: None if t is None else t.detach().double().requires_grad_() for n, t in tensors.items()}
+    truth = getattr(reference, case.op)(**double, **case.options())
+    truth = truth if isinstance(truth, tuple) else (truth,)
+    pairs = []
+    if direction != "backward":
+        pairs += [(a, r, True) for a, r in zip(subject.outputs, truth)]
+    if direction != "forward":
+        wanted = [t for t in double.values() if t is not None]
+        grads = torch.autograd.grad(truth, wanted, [g.double() for g in subject.grads])
+        by_row = [t.shape[0] == case.M for t in wanted]
+        pairs += list(zip(subject.backward(), grads, by_row))
+    return [relative_error(a, r, rows=rows) for a, r, rows in pairs]
+
+
+def measure_case(case: Case, directions: list[str], launches: int, watch: Stopwatch) -> list[dict]:
+    """Records of one case in this process; a candidate that is wrong or cannot run has no time, but says why."""
+    torch._dynamo.reset()
+    tensors, records, subjects = case.tensors(), [], {}
+    grads = None
+    for label, arguments in candidates(case).items():
+        registry.reset_counts()
+        try:
+            subjects[label] = Subject(case, tensors, arguments, grads)
+        except ops.UnsupportedError as error:
+            records += [record(case, d, label, skipped=str(error)) for d in directions]
+            continue
+        grads = subjects[label].grads
+        served = registry.counts().get(case.op, {})
+        subjects[label].technique = next(iter(served), None)
+    for direction in directions:
+        unfused = errors(case, subjects["unfused"], tensors, direction)
+        allowed = [2 * min(e, CAP[case.dtype]) + TINY[case.dtype] for e in unfused]
+        right = {}
+        for label, subject in subjects.items():
+            found = errors(case, subject, tensors, direction) if label != "unfused" else unfused
+            right[label] = all(e <= a for e, a in zip(found, allowed)), max(found)
+        functions = {label: getattr(s, direction) for label, s in subjects.items() if right[label][0]}
+        functions |= {"gemm": gemms(case, tensors, direction), "norm": norm_alone(case, tensors, direction)}
+        times = watch.time(functions, launches)
+        for label, subject in subjects.items():
+            fields = {"rel_err": right[label][1], "rel_err_unfused": max(unfused), "technique": subject.technique}
+            if not right[label][0]:
+                fields["skipped"] = "wrong result"
+            fields["times"] = times.get(label)
+            records.append(
+                record(case, direction, label, gemm_times=times["gemm"], norm_times=times["norm"], **fields)
+            )
+    return records
+
+
+def record(case: Case, direction: str, label: str, **fields) -> dict:
+    return {
+        "op": case.op,
+        "direction": direction,
+        "norm": case.norm,
+        "affine": case.affine,
+        "bias": case.bias,
+        "residual": case.residual,
+        "activation": case.activation,
+        "M": case.M,
+        "K": case.K,
+        "N": case.N,
+        "N2": case.N2,
+        "dtype": str(case.dtype).removeprefix("torch."),
+        "backend": label,
+        **fields,
+    }
+
+
+KEY = ("op", "direction", "norm", "affine", "bias", "residual", "activation", "M", "K", "N", "N2", "dtype", "backend")
+
+
+def merge(runs: list[list[dict]]) -> list[dict]:
+    """One record per case, direction and candidate from the records of several runs."""
+    grouped: dict[tuple, list[dict]] = {}
+    for run in runs:
+        for r in run:
+            grouped.setdefault(tuple(r[k] for k in KEY), []).append(r)
+    return [_merge_one(dict(zip(KEY, key)), group) for key, group in grouped.items()]
+
+
+def _merge_one(merged: dict, group: list[dict]) -> dict:
+    first = group[0]
+    merged |= {k: first.get(k) for k in ("technique", "rel_err", "rel_err_unfused", "skipped")}
+    timed = [r for r in group if r.get("times")]
+    if len(timed) < len(group) or not timed:
+        return merged | {"ms": None, "skipped": merged["skipped"] or "wrong result in one run"}
+    medians = [statistics.median(r["times"]) for r in timed]
+    gemm = [statistics.median(r["gemm_times"]) for r in timed]
+    norm = [statistics.median(r["norm_times"]) for r in timed]
+    everything = [t for r in timed for t in r["times"]]
+    hidden = [(g + n - t) / n for g, n, t in zip(gemm, norm, medians)]
+    case = Case(
+        **{k: merged[k] for k in ("op", "norm", "M", "K", "N", "affine", "bias", "residual", "activation")},
+        dtype=getattr(torch, merged["dtype"]),
+    )
+    flops = case.gemm_flops() * {"forward": 1, "backward": 2, "both": 3}[merged["direction"]]
+    floor = max(case.least_bytes(merged["direction"]) / COPY_BYTES_PER_S, flops / MATRIX_FLOPS_PER_S)
+    ms, gemm_ms, norm_ms = statistics.median(medians), statistics.median(gemm), statistics.median(norm)
+    return merged | {
+        "ms": ms,
+        "ms_p20": percentile(everything, 0.2),
+        "ms_p80": percentile(everything, 0.8),
+        "gemm_ms": gemm_ms,
+        "norm_ms": norm_ms,
+        "hidden": (gemm_ms + norm_ms - ms) / norm_ms,
+        "hidden_lo": min(hidden),
+        "hidden_hi": max(hidden),
+        "roofline": 1e3 * floor / ms,
+        "launches": len(everything),
+    }
+
+
+def add_compiled(records: list[dict]) -> None:
+    """Put the compiled backend's time beside every record of its case."""
+    case = KEY[:-1]
+    compiled = {tuple(r[k] for k in case): r["ms"] for r in records if r["backend"] == "compiled"}
+    for r in records:
+        r["compiled_ms"] = compiled.get(tuple(r[k] for k in case))
+
+
+def run_child(options: dict) -> None:
+    """One process run: measure every case and print the records as JSON lines on stdout."""
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False  # the backward is timed many times on one forward
+    watch = Stopwatch(seed=options["seed"])
+    print(json.dumps({"self_test": watch.self_test()}), flush=True)
+    for fields in options["cases"]:
+        case = Case(**(fields | {"dtype": getattr(torch, fields["dtype"])}))
+        for r in measure_case(case, options["directions"], options["launches"], watch):
+            print(json.dumps(r), flush=True)
+        torch.cuda.empty_cache()
+
+
+def run(cases: list[Case], directions: list[str], launches: int, runs: int) -> dict:
+    """Measure in `runs` fresh processes. Returns {"env": ..., "self_test": [...], "records": [...]}."""
+    fields = [{**vars(c), "dtype": str(c.dtype).removeprefix("torch.")} for c in cases]
+    results, self_tests = [], []
+    for seed in range(runs):
+        options = {"cases": fields, "directions": directions, "launches": -(-launches // runs), "seed": seed}
+        command = [sys.executable, "-m", "recsys_norm.bench", "ops", "--child", json.dumps(options)]
+        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        self_tests.append(lines[0]["self_test"])
+        if not 0.9 <= self_tests[-1] <= 1.1:
+            raise RuntimeError(
+                f"the timer reads a kernel of known duration as {self_tests[-1]:.2f} of it (0.9 to 1.1 is accepted): "
+                "the GPU is shared or throttled; nothing is reported"
+            )
+        results.append(lines[1:])
+    records = merge(results)
+    add_compiled(records)
+    return {"env": env.record(), "self_test": self_tests, "records": records}
+
+
+def table(records: list[dict]) -> str:
+    """Plain text, a line per case and direction, a column per candidate."""
+    labels = list(dict.fromkeys(r["backend"] for r in records))
+    head = f"{'op':18} {'norm':5} {'dir':8} {'M':>8} {'K':>5} {'N':>5} {'gemm':>7} {'norm':>7} "
+    lines = [head + " ".join(f"{label:>10}" for label in labels) + "   fused hidden"]
+    rows: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        rows.setdefault(tuple(r[k] for k in KEY[:-1]), {})[r["backend"]] = r
+    for row in rows.values():
+        r = next((r for r in row.values() if r["ms"]), next(iter(row.values())))
+        line = f"{r['op']:18} {r['norm']:5} {r['direction']:8} {r['M']:8} {r['K']:5} {r['N']:5} "
+        line += f"{r.get('gemm_ms', 0):7.3f} {r.get('norm_ms', 0):7.3f} "
+        for label in labels:
+            ms = row.get(label, {}).get("ms")
+            line += f"{ms:10.3f} " if ms else f"{'-':>10} "
+        fused = row.get("fused", {})
+        line += f"  {fused['hidden']:5.0%} [{fused['hidden_lo']:.0%}, {fused['hidden_hi']:.0%}] " if fused.get("ms") else ""
+        lines.append(line + (fused.get("technique") or ""))
+    return "\n".join(lines)
+
+
+def write(result: dict, folder: Path, name: str) -> None:
+    """JSON, CSV and a plot."""
+    import csv
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(result, indent=1))
+    columns = list(dict.fromkeys(k for r in result["records"] for k in r))
+    with (folder / f"{name}.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(result["records"])
+    from recsys_norm.bench.plot import plot_ops
+
+    plot_ops(result, folder / f"{name}.png")
+
+
+def shapes_of(text: str) -> list[tuple[int, int]]:
+    if text == "grid":
+        return GRID
+    return [tuple(int(n) for n in pair.split("x")) for pair in text.split(",")]

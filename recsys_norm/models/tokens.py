@@ -1,0 +1,97 @@
+"""From features to tokens: X [B, n, D] of dense and sparse features, one packed sequence x [T, E] per event type."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from recsys_norm.data.schema import Event, Schema
+from recsys_norm.models.config import EventConfig, ModelConfig
+from recsys_norm.nn import LinearNormLinear
+
+N_TIME = 8  # frequencies of the time embedding
+LOG_AGE = 20.0  # log(seconds in 15 years): ages map to about 0 .. 1
+
+
+class ContextTokens(nn.Module):
+    """Dense features -> MLP -> one token; each pooled embedding and each candidate -> a token. Returns X [B, n, D]."""
+
+    def __init__(self, config: ModelConfig, schema: Schema, how: dict):
+        super().__init__()
+        self.n = (schema.dense > 0) + len(schema.sparse) + len(schema.candidates)
+        if self.n == 0:
+            raise ValueError("the schema has no dense, sparse or candidate feature; the model needs at least one token")
+        self.dense = self.pooled = self.candidates = None
+        if schema.dense:
+            widths = schema.dense, config.dim, config.dim
+            self.dense = LinearNormLinear(*widths, norm="layer", activation="gelu", **how["linear"])
+        if schema.sparse:
+            self.pooled = nn.Linear(config.tables.dim, config.dim)
+        if schema.candidates:
+            self.candidates = nn.Linear(config.tables.dim, config.dim)
+
+    def forward(self, dense: Tensor, pooled: Tensor | None, candidates: Tensor | None) -> Tensor:
+        tokens = []
+        if self.dense is not None:
+            tokens.append(self.dense(dense).unsqueeze(1))
+        if self.pooled is not None:
+            tokens.append(self.pooled(pooled))
+        if self.candidates is not None:
+            tokens.append(self.candidates(candidates))
+        return torch.cat(tokens, 1)
+
+
+class EventTokens(nn.Module):
+    """Item, action and time embeddings -> MLP -> rotations. Returns packed tokens x [T, E].
+
+    Where a candidate looks up the item's table, the product of both embeddings is an input too: it tells each event how
+    well it matches what is ranked. Half of the feature pairs turn with the position (0 is the newest event), by 1
+    radian per event down to 1 per max_len events, the other half with log(1 + age), by 1 radian down to 1 / LOG_AGE.
+    """
+
+    def __init__(self, config: ModelConfig, sizes: EventConfig, event: Event, schema: Schema, how: dict):
+        super().__init__()
+        self.candidate = candidate_of(event, schema)
+        width = (len(event.fields) + (self.candidate is not None)) * config.tables.dim + 2 * N_TIME
+        self.mlp = LinearNormLinear(width, sizes.dim, sizes.dim, norm="layer", activation="gelu", **how["linear"])
+        self.register_buffer("time_frequency", _geometric(8 * math.pi, math.pi / 2, N_TIME), persistent=False)
+        self.register_buffer("position_turn", _geometric(1.0, 1 / sizes.max_len, sizes.dim // 4), persistent=False)
+        self.register_buffer("time_turn", _geometric(LOG_AGE, 1.0, sizes.dim // 4), persistent=False)
+
+    def forward(self, fields: Tensor, offsets: Tensor, ages: Tensor, candidates: Tensor | None) -> Tensor:
+        row, position = locate(offsets, fields.shape[0])
+        log_age = torch.log1p(ages.float())[:, None] / LOG_AGE
+        phase = log_age * self.time_frequency
+        inputs = [fields, phase.sin().to(fields.dtype), phase.cos().to(fields.dtype)]
+        if self.candidate is not None:
+            candidate = candidates[:, self.candidate]
+            inputs.append(fields[:, : candidate.shape[1]] * candidate.index_select(0, row))
+        angle = torch.cat([position[:, None] * self.position_turn, log_age * self.time_turn], 1)
+        return rotate(self.mlp(torch.cat(inputs, 1)), angle)
+
+
+def locate(offsets: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
+    """Row of each packed token, and its position from the end of its sequence (0 is the last), both [T] int."""
+    token = torch.arange(n_tokens, device=offsets.device, dtype=offsets.dtype)
+    row = torch.searchsorted(offsets[1:], token, right=True, out_int32=offsets.dtype == torch.int32)
+    row = row.clamp(max=max(offsets.shape[0] - 2, 0))  # tokens past the last offset belong to no row
+    return row, offsets[row + 1] - 1 - token
+
+
+def candidate_of(event: Event, schema: Schema) -> int | None:
+    """Index of the candidate that looks up the table of the event's item."""
+    tables = [candidate.table for candidate in schema.candidates]
+    return tables.index(event.fields[0].table) if event.fields[0].table in tables else None
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """Turn the pairs (x[:, i], x[:, i + D/2]) by angle[:, i]; angle is [T, D/2]."""
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x.chunk(2, 1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], 1)
+
+
+def _geometric(first: float, last: float, n: int) -> Tensor:
+    return first * (last / first) ** (torch.arange(n) / max(n - 1, 1))

@@ -1,0 +1,1 @@
+"""The training program: `main` composes the configuration with Hydra, `trainer` runs it."""

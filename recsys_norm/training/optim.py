@@ -1,0 +1,106 @@
+"""Optimizers and the learning rate schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from recsys_norm.training.config import DenseOptimizerConfig, OptimizerConfig
+
+
+def lr_factor(config: OptimizerConfig, step: int, total: int) -> float:
+    """What both learning rates are multiplied with at optimizer step `step` (from 0) of `total`.
+
+    (step + 1) / warmup_steps up to 1, then constant, linear or along half a cosine down to `final_lr` at the end.
+    A function of the step alone: a resumed run needs no state for it.
+    """
+    if step < config.warmup_steps:
+        return (step + 1) / config.warmup_steps
+    if config.decay == "constant":
+        return 1.0
+    done = min((step - config.warmup_steps) / max(total - config.warmup_steps, 1), 1.0)
+    falling = 1 - done if config.decay == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.final_lr + (1 - config.final_lr) * falling
+
+
+class Optimizers:
+    """AdamW of the dense part and the fused optimizer of the tables, under one schedule.
+
+    The tables are updated inside `backward`, with the learning rate that `set_lr` left there.
+    """
+
+    def __init__(self, dense: nn.Module, sparse: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.parameters = {name: p for name, p in dense.named_parameters() if p.requires_grad}
+        self.dense = _adamw(self.parameters.values(), config.dense)
+        self.sparse = sparse.fused_optimizer
+        self.lr = 0.0
+        self._current: tuple[float, float] | None = None
+
+    def set_lr(self, step: int) -> None:
+        """Take the learning rates of optimizer step `step`."""
+        factor = lr_factor(self.config, step, self.total_steps)
+        self.lr = self.config.dense.lr * factor
+        self._set(self.lr, self.config.sparse.lr * factor)
+
+    def freeze(self) -> None:
+        """Learning rates of 0: steps take their time and change nothing."""
+        self._set(0.0, 0.0)
+
+    def _set(self, dense: float, sparse: float) -> None:
+        if (dense, sparse) == self._current:
+            return
+        self._current = (dense, sparse)
+        for group in self.dense.param_groups:
+            group["lr"] = dense
+        for group in self.sparse.param_groups:
+            group["lr"] = sparse
+        self.sparse.step()  # hands the learning rate to the lookup kernels, the updates happen in the backward
+
+    def clip(self) -> Tensor:
+        """Clip the dense gradients to `clip_norm` and return their norm before that, on the device."""
+        parameters = list(self.parameters.values())
+        if self.config.clip_norm is None:
+            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
+
+    def step(self) -> None:
+        self.dense.step()
+        self.dense.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors by name, for checkpoints: AdamW's per parameter, the tables' as TorchRec shards them.
+
+        Loading writes into these very tensors, so AdamW's are made here where no step has made them yet.
+        """
+        state = {}
+        for name, parameter in self.parameters.items():
+            entry = self.dense.state[parameter]
+            if not entry:
+                entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                entry["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+                entry["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state |= {f"adamw/{name}/{key}": tensor for key, tensor in entry.items()}
+        for name, entry in self.sparse.state_dict()["state"].items():
+            state |= {f"tables/{name}/{key}": tensor for key, tensor in entry.items()}
+        return state
+
+
+def _adamw(parameters: Iterable[nn.Parameter], config: DenseOptimizerConfig) -> torch.optim.AdamW:
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1]},
+        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=config.lr,
+        betas=tuple(config.betas),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )

@@ -1,0 +1,463 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import signal
+from collections.abc import Iterator
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from recsys_norm.data.batch import Batch
+from recsys_norm.models.flops import ModelFlops
+from recsys_norm.training import profile
+from recsys_norm.training.checkpoint import Checkpoints
+from recsys_norm.training.compiling import compile_regions
+from recsys_norm.training.config import Config, ConfigError
+from recsys_norm.training.logging import RunLogger
+from recsys_norm.training.metrics import Evaluation, TrainingWindow
+from recsys_norm.training.optim import Optimizers
+from recsys_norm.training.padding import padded
+from recsys_norm.training.prefetch import DeviceBatches
+from recsys_norm.training.runtime import RunError, Runtime, Stopped, kept_rng, rng_state, set_rng_state
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """How far a run is; saved with every checkpoint. Steps count optimizer steps from 0."""
+
+    step: int = 0
+    batches: int = 0  # of each rank
+    validated: int = -1  # step of the last validation
+    best_step: int | None = None
+    best_value: float | None = None
+    stale: int = 0  # validations since the best one
+    finished: bool = False  # by early stopping
+    world_size: int = 1
+
+
+class Trainer:
+    """Trains `model` (its `sparse` part sharded, see `sharding`) on `data`.
+
+    `fit` trains, validates, saves and may stop; `test` evaluates the best checkpoint; `measure_norm_cost` times steps
+    with and without norms. `timer`, `kernels` and `peak_mem_bytes` hold what was measured on the way.
+    """
+
+    def __init__(self, config: Config, runtime: Runtime, run_dir: Path, data: Any, model: nn.Module) -> None:
+        self.config = config
+        self.runtime = runtime
+        self.data = data
+        self.schema = data.schema
+        self.dense = model.dense  # the module itself, whatever wraps it in the model
+        self.loader = self._train_loader()
+        self.total_steps = self._count_steps()
+        self.model = model
+        self.sparse = model.sparse
+        if config.backend.compile:
+            compile_regions(model.dense)
+        if runtime.size > 1:
+            ids = [runtime.device.index] if runtime.device.type == "cuda" else None
+            model.dense = nn.parallel.DistributedDataParallel(model.dense, device_ids=ids, gradient_as_bucket_view=True)
+        self.optimizers = Optimizers(self.dense, self.sparse, config.optimizer, self.total_steps)
+        self.progress = Progress(world_size=runtime.size)
+        self.checkpoints = Checkpoints(run_dir, runtime, keep_last=config.trainer.keep_last)
+        self.logger = RunLogger(config.logger, run_dir, active=runtime.main)
+        self.timer = profile.StepTimer(runtime.device, config.trainer.timing_warmup)
+        self.window = TrainingWindow(runtime)
+        self.kernels: profile.KernelProfile | None = None
+        self.peak_mem_bytes = 0
+        self._run_dir = run_dir
+        self._full_batch = {True: 0, False: 0}  # most rows of a batch so far, in training and in evaluation
+        self._losses: list[tuple[Tensor, Tensor]] = []  # loss and gradient norm of each step since the last check
+        self._data_state: dict[str, Any] | None = None
+        self._steps_here = 0
+        self._profiler: torch.profiler.profile | None = None
+
+    # -- the plan of a run
+
+    def _train_loader(self) -> Any:
+        return self.data.train_loader(
+            rank=self.runtime.rank, world_size=self.runtime.size, seed=self.config.trainer.seed
+        )
+
+    def _count_steps(self) -> int:
+        settings = self.config.trainer
+        self.batches_per_epoch = settings.overfit_batches or len(self.loader)
+        if self.batches_per_epoch == 0:
+            raise ConfigError("data: the training split has no rows")
+        batches = math.ceil(settings.max_epochs * self.batches_per_epoch)
+        steps = math.ceil(batches / settings.grad_accumulation)
+        return steps if settings.max_steps is None else min(steps, settings.max_steps)
+
+    def _due(self, every_steps: int | None, every_epochs: float | None = None) -> bool:
+        """Whether something that happens so often happens after the step that was just made."""
+        step = self.progress.step
+        if every_steps is not None:
+            return step % every_steps == 0
+        if every_epochs is None:
+            return False
+        every = every_epochs * self.batches_per_epoch / self.config.trainer.grad_accumulation
+        return math.floor(step / every) > math.floor((step - 1) / every)
+
+    @property
+    def _over(self) -> bool:
+        return self.progress.finished or self.progress.step >= self.total_steps
+
+    def _validation_due(self) -> bool:
+        settings = self.config.trainer
+        if self.progress.validated == self.progress.step or self.progress.step == 0:
+            return False
+        return self._over or self._due(settings.eval_every_steps, settings.eval_every_epochs)
+
+    # -- the loop
+
+    def fit(self) -> None:
+        """Train up to the last step, or until a signal.
+
+        Raises:
+            Stopped: after a signal, with a checkpoint of the last whole step on disk.
+            RunError: if a loss or gradient is not finite.
+        """
+        batches = self._batches()
+        self.model.train()
+        self._reset_peak()
+        while True:
+            if self._stop_requested():
+                self._save()
+                log.info(f"stopped at step {self.progress.step}; continue with trainer.resume={self._run_dir}")
+                raise self._stopped()
+            if self._validation_due():
+                if not self._validate():
+                    continue  # a signal came meanwhile
+                self._save()
+            if self._over:
+                return
+            self._profile_before()
+            self._step(batches)
+            self._profile_after()
+            self._report()
+            if self._due(self.config.trainer.checkpoint_every_steps) and not self._validation_due():
+                self._save()
+
+    def _batches(self) -> Iterator[Batch]:
+        """Batches on the device, epoch after epoch."""
+        device, count = self.runtime.device, self.config.trainer.overfit_batches
+        if count is not None:
+            first = []
+            for batch in DeviceBatches(self.loader, device):
+                first.append(batch)
+                if len(first) == count:
+                    break
+            while True:
+                yield from first
+        while True:
+            source = DeviceBatches(self.loader, device)
+            for batch in source:
+                self._data_state = source.state
+                yield batch
+
+    def _step(self, batches: Iterator[Batch]) -> None:
+        accumulation = self.config.trainer.grad_accumulation
+        self.timer.begin()
+        self.optimizers.set_lr(self.progress.step)
+        loss, rows, tokens = torch.zeros((), device=self.runtime.device), 0, 0
+        for part in range(accumulation):
+            batch = next(batches)
+            self.timer.mark("data")
+            loss += self._forward_backward(batch, last=part == accumulation - 1)
+            rows, tokens = rows + len(batch), tokens + sum(len(ages) for ages in batch.ages.values())
+            self.progress.batches += 1
+        norm = self.optimizers.clip()
+        self.optimizers.step()
+        self.timer.mark("optimizer")
+        self.progress.step += 1
+        self._steps_here += 1
+        self.timer.end(rows, tokens, count=self._profiler is None)
+        self._losses.append((loss, norm.detach()))
+        if self.runtime.device.type == "cpu" and self.runtime.size == 1:
+            self._check_finite(self._losses[-1:])
+
+    def _forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
+        """Add the gradients of one batch. Returns this rank's share of the step's loss, whose mean over ranks it is."""
+        waits = self.runtime.size > 1 and not last
+        with ExitStack() as stack:
+            if waits:
+                stack.enter_context(self.model.dense.no_sync())
+            rows = self._rows(batch)
+            logits = self._logits(batch, rows)
+            loss = self._loss(logits, batch, rows) / self.config.trainer.grad_accumulation
+            self.timer.mark("forward")
+            loss.backward()
+        self.timer.mark("backward")
+        self.window.add(logits, batch)
+        return loss.detach()
+
+    def _rows(self, batch: Batch) -> list[int]:
+        """Rows of this batch on every rank."""
+        if self.runtime.size == 1:
+            return [len(batch)]
+        return self.runtime.sum(len(batch) * _one_hot(self.runtime.rank, self.runtime.size)).tolist()
+
+    def _logits(self, batch: Batch, rows: list[int]) -> Tensor:
+        device, dtype = self.runtime.device.type, self.runtime.dtype
+        size = max(rows)  # TorchRec wants the same number of rows on every rank
+        if self.config.backend.compile:  # and a compiled graph the same in every batch
+            size = self._full_batch[self.model.training] = max(size, self._full_batch[self.model.training])
+        low = dtype != torch.float32
+        with torch.autocast(device, dtype=dtype) if low else nullcontext():
+            return self.model(padded(batch, size, self.schema))[: len(batch)]
+
+    def _loss(self, logits: Tensor, batch: Batch, rows: list[int]) -> Tensor:
+        """Sum over tasks of the mean of weight * BCE over all ranks' rows. Gradients are averaged over ranks, which may
+        hold different numbers of rows: each divides its sum by the mean number."""
+        losses = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="none").sum(1)
+        if batch.weight is not None:
+            losses = losses * batch.weight
+        return losses.sum() * (len(rows) / max(sum(rows), 1))
+
+    def _stop_requested(self) -> bool:
+        """Whether any rank got a signal; asked by all ranks at the same points."""
+        return bool(self.runtime.sum(torch.tensor(len(self.runtime.signals))))
+
+    def _stopped(self) -> Stopped:
+        return Stopped(self.runtime.signals[0] if self.runtime.signals else signal.SIGTERM)
+
+    # -- reports and guards
+
+    def _report(self) -> None:
+        """After each step."""
+        if self._due(self.config.logger.every_steps) or self._over:
+            self._write_losses()
+        else:
+            self.logger.progress(self.progress.step, self.total_steps)
+
+    def _write_losses(self) -> None:
+        """Check and log the steps since the last call, if there are any."""
+        taken, self._losses = self._losses, []
+        if not taken:
+            return
+        self._check_finite(taken)
+        local = torch.stack([loss for loss, _ in taken]).double().cpu()
+        losses = (self.runtime.sum(local) / self.runtime.size).tolist()
+        values = {"loss": sum(losses) / len(losses), **self.window.compute(), "lr": self.optimizers.lr}
+        times = self.timer.times()
+        recent = times.step_ms[-len(losses) :]
+        if recent:
+            values["step_ms"] = sum(recent) / len(recent)
+            values["examples_per_s"] = self.runtime.size * sum(times.rows[-len(recent) :]) / sum(recent) * 1e3
+        step = self.progress.step
+        self.logger.progress(step, self.total_steps, values)
+        self.logger.metrics(step, "train", {**values, "step_loss": losses}, self.total_steps)
+
+    def _check_finite(self, steps: list[tuple[Tensor, Tensor]]) -> None:
+        """Raise for the first step whose loss or gradient norm is not a finite number."""
+        if not steps:
+            return
+        values = torch.stack([torch.stack([loss.float(), norm.float()]) for loss, norm in steps]).cpu()
+        bad = ~torch.isfinite(values)
+        counts = self.runtime.sum(bad.long())  # over ranks
+        if not bool(counts.any()):
+            return
+        index = int(counts.any(1).nonzero()[0])
+        what = "the loss" if bool(counts[index, 0]) else "the norm of the gradients"
+        value = float(values[index, 0 if what == "the loss" else 1])
+        ranks = self.runtime.sum(_one_hot(self.runtime.rank, self.runtime.size) * int(bad[index].any()))
+        named = ", ".join(str(rank) for rank in ranks.nonzero().flatten().tolist())
+        where = f" on rank {named}" if self.runtime.size > 1 else ""
+        step = self.progress.step - len(steps) + index
+        batch = step * self.config.trainer.grad_accumulation
+        saved = self.checkpoints.steps() if self.config.trainer.checkpoint else []
+        kept = f"; the last good checkpoint is of step {saved[-1]}" if saved else ""
+        raise RunError(
+            f"{what} is {value} at step {step} (epoch {batch // self.batches_per_epoch}, "
+            f"batch {batch % self.batches_per_epoch}){where}{kept}; check the data, or lower optimizer.dense.lr and "
+            "optimizer.sparse.lr, or raise optimizer.warmup_steps"
+        )
+
+    # -- validation, test, checkpoints
+
+    def _validate(self) -> bool:
+        """Validate and note whether it is the best so far. False if a signal came meanwhile (nothing is noted then)."""
+        self._check_finite(self._losses)
+        metrics = self.evaluate("validation", self.config.trainer.eval_batches)
+        if metrics is None:
+            return False
+        progress, settings = self.progress, self.config.trainer
+        progress.validated = progress.step
+        self.logger.metrics(progress.step, "validation", metrics, self.total_steps)
+        value = metrics[settings.monitor]
+        if value is None:
+            raise ConfigError(f"trainer.monitor: {settings.monitor!r} cannot be computed on this data; use loss")
+        sign = 1 if settings.monitor in ("auc", "gauc") else -1
+        if not math.isnan(value) and (progress.best_value is None or sign * value > sign * progress.best_value):
+            progress.best_step, progress.best_value, progress.stale = progress.step, value, 0
+        else:
+            progress.stale += 1
+        if settings.patience is not None and progress.stale >= settings.patience and not self._over:
+            progress.finished = True
+            log.info(
+                f"stopping early at step {progress.step}: no better {settings.monitor} than {progress.best_value} "
+                f"(step {progress.best_step}) in {progress.stale} validations"
+            )
+        return True
+
+    def evaluate(self, split: str, limit: int | None = None) -> dict[str, Any] | None:
+        """Metrics of the split over all ranks. None if a signal came meanwhile."""
+        self._note_peak()
+        runtime = self.runtime
+        evaluation = Evaluation(self.schema.tasks, self.schema.base_rate, runtime)
+        loader = self.data.eval_loader(split, rank=runtime.rank, world_size=runtime.size)
+        self.model.eval()
+        try:
+            with torch.no_grad(), kept_rng():
+                for index, batch in enumerate(DeviceBatches(loader, runtime.device)):
+                    if limit is not None and index >= limit:
+                        break
+                    if self._stop_requested():
+                        return None
+                    evaluation.add(self._logits(batch, self._rows(batch)), batch)
+                return evaluation.compute()
+        finally:
+            self.model.train()
+            self._reset_peak()
+
+    def test(self) -> dict[str, Any] | None:
+        """Metrics of the best checkpoint on the test split; of the current weights where nothing was saved."""
+        best = self.progress.best_step
+        if self.config.trainer.checkpoint and best is not None and best != self.progress.step:
+            self.checkpoints.load(best, self.tensors(optimizer=False))
+        metrics = self.evaluate("test")
+        if metrics is None:
+            raise self._stopped()
+        self.logger.metrics(self.progress.step, "test", metrics, self.total_steps)
+        return metrics
+
+    def tensors(self, *, optimizer: bool = True) -> dict[str, Any]:
+        """What a checkpoint holds, by name; loading fills these very tensors."""
+        tensors = {f"dense/{name}": value for name, value in self.dense.state_dict().items()}
+        tensors |= {f"sparse/{name}": value for name, value in self.sparse.state_dict().items()}
+        if optimizer:
+            tensors |= {f"optimizer/{name}": value for name, value in self.optimizers.state().items()}
+        return tensors
+
+    def _save(self) -> None:
+        if not self.config.trainer.checkpoint:
+            return
+        self._write_losses()  # nothing is saved after a step that went wrong, and a resumed run has the whole curve
+        local = {"rng": rng_state(), "data": self._data_state}
+        progress = self.progress
+        self.checkpoints.save(progress.step, self.tensors(), asdict(progress), local, progress.best_step)
+
+    def resume(self, run_dir: Path) -> None:
+        """Continue from the newest complete checkpoint of `run_dir`."""
+        source = Checkpoints(run_dir, self.runtime)
+        steps = self.runtime.broadcast(source.steps())
+        if not steps:
+            raise ConfigError(f"trainer.resume: {str(run_dir)!r} holds no complete checkpoint")
+        step = steps[-1]
+        self.progress = Progress(**source.progress(step))
+        self.checkpoints.adopt(source, step, self.progress.best_step)
+        self.checkpoints.load(step, self.tensors())
+        same_ranks = self.progress.world_size == self.runtime.size
+        self.progress.world_size = self.runtime.size
+        local = self.checkpoints.local(step, self.runtime.rank if same_ranks else 0)
+        if local["data"] is not None and self.config.trainer.overfit_batches is None:
+            self.loader.load_state_dict(local["data"])
+            self._data_state = local["data"]
+        if same_ranks:
+            set_rng_state(local["rng"])
+        self.logger.continue_from(run_dir, step)
+        log.info(f"resuming from step {step} of {run_dir}")
+
+    # -- measurements
+
+    def _reset_peak(self) -> None:
+        if self.runtime.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.runtime.device)
+
+    def _note_peak(self) -> None:
+        if self.runtime.device.type == "cuda":
+            self.peak_mem_bytes = max(self.peak_mem_bytes, torch.cuda.max_memory_allocated(self.runtime.device))
+
+    def static_bytes(self) -> int:
+        """Parameters, tables and the state of both optimizers on this rank."""
+        total = 0
+        for value in self.tensors().values():
+            parts = [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]
+            total += sum(part.numel() * part.element_size() for part in parts)
+        return total
+
+    def _profile_before(self) -> None:
+        settings = self.config.trainer
+        wanted = self.runtime.device.type == "cuda" or settings.profile_trace
+        if not wanted or settings.profile_steps == 0 or self._steps_here != settings.timing_warmup:
+            return
+        activities = [torch.profiler.ProfilerActivity.CUDA] if self.runtime.device.type == "cuda" else []
+        if settings.profile_trace or not activities:
+            activities.append(torch.profiler.ProfilerActivity.CPU)
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=settings.profile_steps)
+        self._profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+        self._profiler.start()
+
+    def _profile_after(self) -> None:
+        if self._profiler is None:
+            return
+        settings = self.config.trainer
+        recorded = self._steps_here - settings.timing_warmup - 1  # the profiler's own first step does not count
+        if recorded < settings.profile_steps and not self._over:
+            self._profiler.step()
+            return
+        profiler, self._profiler = self._profiler, None
+        if self.runtime.device.type == "cuda":
+            torch.cuda.synchronize()
+        profiler.stop()
+        if recorded < 1:
+            return
+        self.kernels = profile.kernel_profile(profile.device_events(profiler), recorded)
+        if settings.profile_trace and self.runtime.main:
+            profiler.export_chrome_trace(str(self._run_dir / "trace.json"))
+
+    def flops_per_step(self, batches: int = 4) -> float:
+        """GEMM and attention flops of a step over valid tokens on this rank: the mean of the first training batches."""
+        model = ModelFlops(self.config.model, self.schema)
+        counts = []
+        for batch in itertools.islice(self._train_loader(), batches):
+            lengths = {event.name: batch.ids[event.fields[0].name].lengths() for event in self.schema.events}
+            counts.append(model.step(len(batch), lengths))
+        return sum(counts) / max(len(counts), 1) * self.config.trainer.grad_accumulation
+
+    def measure_norm_cost(self) -> float:
+        """1 - median time of a step with every norm replaced by the identity / median time of a step. Call it last: the
+        learning rates are 0, but the optimizers' statistics move."""
+        from recsys_norm.ops import norms_as_identity
+
+        batches = self._batches()
+        first = [next(batches) for _ in range(4)]
+        self.optimizers.freeze()
+        turn = {"with": 0, "without": 0}
+
+        def step(name: str) -> None:
+            batch = first[turn[name] % len(first)]
+            turn[name] += 1
+            with norms_as_identity() if name == "without" else nullcontext():
+                self._forward_backward(batch, last=True)
+            self.optimizers.clip()
+            self.optimizers.step()
+
+        variants = {name: lambda name=name: step(name) for name in turn}
+        times = profile.alternate(variants, self.config.trainer.norm_cost_steps, self.runtime.device)
+        return profile.norm_cost(times)
+
+
+def _one_hot(index: int, size: int) -> Tensor:
+    return F.one_hot(torch.tensor(index), size)
