@@ -11,10 +11,12 @@ from recsys_norm.kernels.compile import CompileCase
 from recsys_norm.kernels.lazy import backward, fold, forward, naive, stats, wgrad
 from recsys_norm.kernels.lazy.configs import (
     COEFFICIENT_COLUMNS,
+    NAIVE_MAX_FEATURES,
     GemmConfig,
     Kind,
     dx_config,
     forward_config,
+    given_config,
     naive_config,
     wgrad_config,
 )
@@ -219,36 +221,38 @@ def _small_cases(name: str) -> Iterator[CompileCase]:
     )
 
 
-def gemm_cases(kind: Kind, layer: bool) -> Iterator[CompileCase]:
-    """Every configuration of the kernels that multiply, for one kind of tensors."""
-    for N in (128, 512):
+def gemm_cases(kind: Kind, layer: bool, widest: bool = False) -> Iterator[CompileCase]:
+    """Every configuration of the kernels that multiply, for one kind of tensors, or of each kernel the widest."""
+    for N in (512,) if widest else (128, 512):
         config = forward_config(kind, N)
-        yield forward_case(kind, config, layer)
-        if layer and config.in_loop:
-            yield forward_case(kind, config, layer, even=False)
-    for K in (128, 256, 512):
+        yield forward_case(kind, config, layer, even=not config.in_loop)
+        if not widest and config.in_loop:
+            yield forward_case(kind, config, layer)
+            yield forward_case(kind, given_config(kind, N), layer)
+    for K in (512,) if widest else (128, 256, 512):
         yield dx_case(kind, dx_config(kind, K, True), layer, True)
     yield dx_case(kind, dx_config(kind, 1024, False), layer, False)
     yield wgrad_case(kind, wgrad_config(kind), layer)
-    for K in (128, 512) if kind.dtype != torch.float32 else (128,):
+    limit = NAIVE_MAX_FEATURES[kind.dtype.itemsize]
+    for K in (limit,) if widest else sorted({128, limit}):
         yield naive_case(kind, naive_config(kind, K), layer)
 
 
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """LayerNorm needs the most registers. The paths for fp32 and for odd rows are the same on every architecture."""
-    yield from gemm_cases(Kind(arch, torch.bfloat16, True), True)
+    yield from gemm_cases(Kind(arch, torch.bfloat16, True), True, widest=arch != 90)
     if arch == 90:
-        yield from gemm_cases(Kind(arch, torch.bfloat16, False), True)
-        yield from gemm_cases(Kind(arch, torch.float32, True), True)
+        yield from gemm_cases(Kind(arch, torch.bfloat16, False), True, widest=True)
+        yield from gemm_cases(Kind(arch, torch.float32, True), True, widest=True)
     yield from _small_cases("bf16")
 
 
 def race_cases(arch: int) -> Iterator[CompileCase]:
-    """Whatever multiplies asynchronously: each configuration for both norms. fp16 lowers like bf16."""
+    """Whatever multiplies asynchronously. fp16 lowers like bf16."""
+    yield from gemm_cases(Kind(arch, torch.bfloat16, True), False)
     for kind in (
         Kind(arch, torch.bfloat16, True),
         Kind(arch, torch.bfloat16, False),
         Kind(arch, torch.float32, True, tf32=True),
     ):
-        for layer in (False, True):
-            yield from gemm_cases(kind, layer)
+        yield from gemm_cases(kind, True)

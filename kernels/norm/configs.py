@@ -48,13 +48,14 @@ class Chunks(NamedTuple):
 _ALIGNED_BLOCKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _OTHER_BLOCKS = (128, 512, 2048)
 
-# For 16-bit values. 32 values per thread: four 16-byte loads in flight, from as many small programs as fit.
+# For 16-bit values; 256 to 2048 are the fastest of those timed on an H200 (see benchmarks/NOTES.md). Few values per
+# thread and many small programs keep the most loads in flight.
 _FORWARD = {
     64: Forward(16, 1),
     128: Forward(8, 1),
-    256: Forward(4, 1),
+    256: Forward(8, 1),
     512: Forward(2, 1),
-    1024: Forward(1, 1),
+    1024: Forward(2, 2),
     2048: Forward(1, 2),
     4096: Forward(1, 4),
     8192: Forward(1, 8),
@@ -65,9 +66,9 @@ _BACKWARD = {
     "layer": {
         64: Backward(8, 1, per_sm=16),
         128: Backward(4, 1, per_sm=16),
-        256: Backward(2, 1, per_sm=16),
-        512: Backward(1, 1, per_sm=16),
-        1024: Backward(1, 4, per_sm=6, stages=3),
+        256: Backward(2, 1, per_sm=16, stages=3),
+        512: Backward(1, 1, per_sm=12, stages=3),
+        1024: Backward(1, 2, per_sm=8, stages=3),
         2048: Backward(1, 4, per_sm=4, stages=3),
         4096: Backward(1, 8, per_sm=2, stages=3),
         8192: Backward(1, 16, per_sm=1),
@@ -75,10 +76,10 @@ _BACKWARD = {
     "rms": {
         64: Backward(8, 1, per_sm=20),
         128: Backward(4, 1, per_sm=20),
-        256: Backward(2, 1, per_sm=20),
-        512: Backward(1, 1, per_sm=20),
-        1024: Backward(1, 4, per_sm=8, stages=3),
-        2048: Backward(1, 4, per_sm=4, stages=3),
+        256: Backward(2, 1, per_sm=16, stages=3),
+        512: Backward(1, 1, per_sm=12, stages=3),
+        1024: Backward(1, 4, per_sm=6, stages=3),
+        2048: Backward(1, 4, per_sm=3, stages=3),
         4096: Backward(1, 8, per_sm=2, stages=3),
         8192: Backward(1, 16, per_sm=1),
     },
@@ -87,17 +88,17 @@ _BACKWARD = {
 _HEAVY = {
     64: Backward(16, 4, per_sm=5),
     128: Backward(8, 4, per_sm=5),
-    256: Backward(4, 4, per_sm=5, stages=3),
-    512: Backward(2, 4, per_sm=5, stages=3),
-    1024: Backward(1, 4, per_sm=5, stages=3),
-    2048: Backward(1, 4, per_sm=2, stages=3),
+    256: Backward(2, 1, per_sm=10, stages=3),
+    512: Backward(1, 1, per_sm=8, stages=3),
+    1024: Backward(1, 4, per_sm=4, stages=3),
+    2048: Backward(1, 4, per_sm=3, stages=3),
     4096: Backward(1, 16, per_sm=1),
     8192: None,  # registers would spill, so the row is walked in chunks
 }
 WIDE = Chunks(chunk=2048, warps=4)
 _COLUMNS = {cols: Columns(4096 // cols, cols, warps=4, per_sm=8) for cols in (64, 256)}
 # Without a norm: rows of one tensor only, so there is room for a pipelined loop.
-_PLAIN_COLUMNS = {c: Columns(4096 // c, c, warps=4, per_sm=4, stages=3) for c in (64, 256)}
+_PLAIN_COLUMNS = {c: Columns(2048 // c, c, warps=2, per_sm=8, stages=3) for c in (64, 256)}
 _REDUCE = Columns(rows=1024, cols=8, warps=8)
 _REDUCE_FEW = Columns(rows=16, cols=512, warps=8)
 

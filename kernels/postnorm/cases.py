@@ -98,21 +98,22 @@ def _small_cases() -> Iterator[CompileCase]:
     )
 
 
-def gemm_cases(kind: Kind, layer: bool) -> Iterator[CompileCase]:
-    """Every configuration of the kernels that multiply, for one kind of tensors."""
-    for N in (128, 256, 512):
+def gemm_cases(kind: Kind, layer: bool, widest: bool = False) -> Iterator[CompileCase]:
+    """Every configuration of the kernels that multiply, for one kind of tensors, or of each kernel the widest."""
+    for N in (512,) if widest else (128, 256, 512):
         yield naive_case(kind, naive_config(kind, N), layer)
-    for N in (128, 512):
+    for N in (512,) if widest else (128, 512):
         yield gemm_case(kind, gemm_config(kind, N), layer)
 
 
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """LayerNorm needs the most registers. The paths for fp32 and for odd rows are the same on every architecture."""
-    yield from gemm_cases(Kind(arch, torch.bfloat16, True), True)
+    yield from gemm_cases(Kind(arch, torch.bfloat16, True), True, widest=arch != 90)
     if arch == 90:
-        yield from gemm_cases(Kind(arch, torch.bfloat16, False), True)
-        yield from gemm_cases(Kind(arch, torch.float32, True), True)
-        for N in (256, 512, 1024):
+        yield from gemm_cases(Kind(arch, torch.bfloat16, False), True, widest=True)
+        yield from gemm_cases(Kind(arch, torch.float32, True), True, widest=True)
+    if arch >= 90:
+        for N in (256, 512, 1024) if arch == 90 else (1024,):
             yield cluster_case(Kind(arch, torch.bfloat16, True), N, True)
     yield from _small_cases()
 
@@ -121,3 +122,4 @@ def race_cases(arch: int) -> Iterator[CompileCase]:
     """Whatever multiplies asynchronously."""
     for kind in (Kind(arch, torch.bfloat16, True), Kind(arch, torch.float32, True, tf32=True)):
         yield from gemm_cases(kind, True)
+    yield cluster_case(Kind(arch, torch.bfloat16, True), 512, True)

@@ -8,6 +8,7 @@ themselves; before, the exchange is written in PTX.
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 import triton
@@ -177,8 +178,9 @@ def _assembly(blocks: int, threads: int) -> tl.constexpr:
 def splits_columns_only(ttgir: str, blocks: int) -> bool:
     """Whether the blocks of the cluster divide the accumulators by columns and nothing else, which the exchange in PTX
     takes for granted (a thread must hold the same rows in every block)."""
-    wanted = ", ".join(f"[0, {1 << i}]" for i in range(blocks.bit_length() - 1))
-    return any(f"CGALayout = [{wanted}]" in line for line in ttgir.splitlines() if "#ttg.nvidia_mma" in line)
+    wanted = ", ".join(f"[0, {1 << i}, 0]" for i in range(blocks.bit_length() - 1))
+    found = re.findall(r"#ttg\.linear<.*block = \[((?:\[\d+, \d+, \d+\](?:, )?)+)\]", ttgir)
+    return bool(found) and all(bases == wanted for bases in found)
 
 
 def forward(

@@ -1,4 +1,4 @@
-"""norm_linear's kernels, in Triton's interpreter where there is no GPU. Larger grids are in tests/gpu/test_fused_gemm.py."""
+"""norm_linear's kernels, in Triton's interpreter where there is no GPU. Larger grids: tests/gpu/test_fused_gemm.py."""
 
 import pytest
 import torch
@@ -36,7 +36,9 @@ def on_device(tensors):
 def run(technique, norm, *, eps=1e-5, tensors=None, cancelling=None, backward=True, **shape):
     tensors = on_device(tensors or tensors_for("norm_linear", norm=norm, **shape))
     candidate = {"backend": "fused", "technique": technique}
-    return check_op("norm_linear", tensors, {"norm": norm, "eps": eps}, candidate, cancelling=cancelling, backward=backward)
+    return check_op(
+        "norm_linear", tensors, {"norm": norm, "eps": eps}, candidate, cancelling=cancelling, backward=backward
+    )
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
