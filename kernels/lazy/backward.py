@@ -27,7 +27,6 @@ from recsys_norm.kernels.lazy.common import (
     load_tile,
     matmul,
     multiprocessors,
-    opaque,
     rounded,
     store_tile,
 )
@@ -244,7 +243,7 @@ def dx_kernel(
             delta = tl.load(delta_ptr + rows, mask=live, other=0.0)
             if LAYER:
                 eta = tl.load(eta_ptr + rows, mask=live, other=0.0)
-        if SPLIT:  # halves of x are read when they are used, twice if need be: a whole tile does not fit beside acc
+        if SPLIT:  # halves of x are read when they are used, twice if need be
             HALF: tl.constexpr = BK // 2
             left, right = halves(acc, BM, BK)
             if WHOLE:
@@ -263,9 +262,10 @@ def dx_kernel(
             apply(right, x_right, stats, delta, eta, dx, hat, row, col, M, K, LAYER, EMIT_HAT, TMA, BM, HALF)
         else:
             x_tile = load_tile(x, row, col, M, K, stride_x, TMA, BM, BK)
-            if WHOLE:
+            if WHOLE:  # then read x again: kept across both uses, its fp32 copy would not fit beside acc
                 delta, eta = means(acc, x_tile, stats, LAYER)
-            x_tile = opaque(x_tile)
+                tl.debug_barrier()
+                x_tile = load_tile(x, row, col, M, K, stride_x, TMA, BM, BK)
             delta /= width
             eta /= width
             apply(acc, x_tile, stats, delta, eta, dx, hat, row, col, M, K, LAYER, EMIT_HAT, TMA, BM, BK)

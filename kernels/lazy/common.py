@@ -79,15 +79,6 @@ def finished(acc, WAIT: tl.constexpr):
     return acc
 
 
-@triton.jit
-def opaque(value):
-    """The same 16-bit values, which the compiler does not know to have converted before: converting again is cheaper
-    than holding a second copy of a large tile in fp32."""
-    if not INTERPRETED and value.dtype.primitive_bitwidth == 16:
-        value = tl.inline_asm_elementwise("", "=r,0", [value], dtype=value.dtype, is_pure=True, pack=2)
-    return value
-
-
 def dot_precision(dtype: torch.dtype) -> str:
     """fp32 products are exact fp32 unless the user allows TF32, as in torch.nn.functional.linear."""
     return "tf32" if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else "ieee"

@@ -51,7 +51,7 @@ _DX_WHOLE = {
     90: {
         128: GemmConfig(128, 128, 64, 3, 8, tma=True, persistent=True),
         256: GemmConfig(128, 256, 64, 4, 8, tma=True, persistent=True, split_store=True),
-        512: GemmConfig(64, 512, 32, 5, 8, tma=True, persistent=True, split_store=True),
+        512: GemmConfig(64, 512, 32, 4, 8, tma=True, persistent=True),
     },
     100: {
         128: GemmConfig(128, 128, 64, 3, 8, tma=True, persistent=True),

@@ -28,6 +28,41 @@ from recsys_norm.kernels.lazy.configs import GemmConfig
 from recsys_norm.kernels.postnorm.naive import TYPES, centred, post_norm, pre_norm
 
 
+@triton.jit
+def finish_part(
+    acc,
+    bias_ptr,
+    residual,
+    z,
+    first_ptr,
+    mean_ptr,
+    square_ptr,
+    row,
+    col,
+    slot,
+    M,
+    N,
+    stride_residual,
+    LAYER: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    TYPE: tl.constexpr,
+    TMA: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """Store a part of z and the statistics of its rows, at column col and in slot `slot`."""
+    acc = pre_norm(acc, bias_ptr, residual, z, row, col, M, N, stride_residual, HAS_BIAS, ADD, True, TYPE, TMA, BM, BN)
+    count = tl.minimum(N - col, BN).to(tl.float32)
+    _, _, first, mean, square = centred(acc, acc, col, N, count, LAYER, False, BN)
+    rows = row + tl.arange(0, BM)
+    at = tl.cast(slot, tl.int64) * M + rows
+    tl.store(square_ptr + at, square, mask=rows < M)
+    if LAYER:
+        tl.store(first_ptr + at, first, mask=rows < M)
+        tl.store(mean_ptr + at, mean, mask=rows < M)
+
+
 @triton.jit(do_not_specialize=["M", "N", "K", "stride_x", "stride_residual"])
 def gemm_kernel(
     x,  # tile source of [M, K]
@@ -35,9 +70,9 @@ def gemm_kernel(
     bias_ptr,  # [N]
     residual,  # tile source of [M, N]
     z,  # tile target of [M, N]
-    first_ptr,  # [tiles of N, M] fp32: first element of a row's part of the tile
-    mean_ptr,  # [tiles of N, M] fp32: mean of that part, relative to its first element
-    square_ptr,  # [tiles of N, M] fp32: sum of its squared deviations, or of its squares for RMSNorm
+    first_ptr,  # [parts of N, M] fp32: first element of a row's part
+    mean_ptr,  # [parts of N, M] fp32: mean of that part, relative to its first element
+    square_ptr,  # [parts of N, M] fp32: sum of its squared deviations, or of its squares for RMSNorm
     M,
     N,
     K,
@@ -76,30 +111,26 @@ def gemm_kernel(
             acc = finished(acc, WAIT)
         if SPLIT:
             left, right = halves(acc, BM, BN)
-        else:
-            left = acc
-            right = acc
-        left = pre_norm(
-            left, bias_ptr, residual, z, row, col, M, N, stride_residual, HAS_BIAS, ADD, True, TYPE, TMA, BM, PART
-        )
-        if SPLIT:
-            right = pre_norm(
-                right, bias_ptr, residual, z, row, col + PART, M, N, stride_residual,
-                HAS_BIAS, ADD, True, TYPE, TMA, BM, PART,
+            finish_part(
+                left, bias_ptr, residual, z, first_ptr, mean_ptr, square_ptr, row, col, 2 * column, M, N,
+                stride_residual, LAYER, HAS_BIAS, ADD, TYPE, TMA, BM, PART,
             )  # fmt: skip
-        count = tl.minimum(N - col, BN).to(tl.float32)
-        left, right, first, mean, square = centred(left, right, col, N, count, LAYER, SPLIT, PART)
-        rows = row + tl.arange(0, BM)
-        at = column.to(tl.int64) * M + rows
-        tl.store(square_ptr + at, square, mask=rows < M)
-        if LAYER:
-            tl.store(first_ptr + at, first, mask=rows < M)
-            tl.store(mean_ptr + at, mean, mask=rows < M)
+            col += PART
+            if col < N:
+                finish_part(
+                    right, bias_ptr, residual, z, first_ptr, mean_ptr, square_ptr, row, col, 2 * column + 1, M, N,
+                    stride_residual, LAYER, HAS_BIAS, ADD, TYPE, TMA, BM, PART,
+                )  # fmt: skip
+        else:
+            finish_part(
+                acc, bias_ptr, residual, z, first_ptr, mean_ptr, square_ptr, row, col, column, M, N,
+                stride_residual, LAYER, HAS_BIAS, ADD, TYPE, TMA, BM, PART,
+            )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["M", "N", "tile_width", "eps"])
 def merge_kernel(
-    first_ptr,  # [tiles, M] fp32, as the next two
+    first_ptr,  # [parts, M] fp32, as the next two
     mean_ptr,
     square_ptr,
     row_mean_ptr,  # [M] fp32, relative to the row's first element
@@ -112,7 +143,7 @@ def merge_kernel(
     LAYER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(mean, M2) of the tiles of a row to mean and rstd: n and M2 add up, and M2 gains delta^2 * n_a * n_b / n."""
+    """(mean, M2) of the parts of a row to mean and rstd: n and M2 add up, and M2 gains delta^2 * n_a * n_b / n."""
     rows = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     live = rows < M
     mean = tl.zeros((BLOCK,), tl.float32)
@@ -209,11 +240,11 @@ def gemm(
     residual = None if residual is None else near(residual)
     z = torch.empty(M, N, device=x.device, dtype=x.dtype)
     n_tiles = triton.cdiv(N, config.BN)
-    parts = torch.empty(3, n_tiles, M, device=x.device, dtype=torch.float32)
     tma = config.tma and all(fits_descriptor(t) for t in (x, weight, z))
     if tma and residual is not None and not fits_descriptor(residual):
         residual = residual.contiguous()
     part = config.BN // 2 if config.split_store else config.BN
+    parts = torch.empty(3, triton.cdiv(N, part), M, device=x.device, dtype=torch.float32)
 
     def tile(t: Tensor | None, rows: int, cols: int):
         return descriptor(t, rows, cols) if tma and t is not None else t
@@ -252,7 +283,7 @@ def gemm(
     rstd, scale = (torch.empty(M, device=x.device, dtype=torch.float32) for _ in range(2))
     block = 512
     merge_kernel[(triton.cdiv(M, block),)](
-        *parts, mean, rstd, scale, M, N, config.BN, eps, LAYER=layer, BLOCK=block, num_warps=4
+        *parts, mean, rstd, scale, M, N, part, eps, LAYER=layer, BLOCK=block, num_warps=4
     )
     return Product(z, parts[0, 0], mean, rstd, scale)
 

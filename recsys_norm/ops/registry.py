@@ -1,6 +1,6 @@
 """Which technique computes an op: registration, choice, fallback and the counts that a run reports.
 
-Techniques of the kernel packages are found on the first call that needs them, so importing the ops costs no Triton.
+Techniques of the kernel packages are found on the first call that needs them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BACKENDS = ("unfused", "compiled", "naive", "fused")
 ON_UNSUPPORTED = ("raise", "fallback")
 
 # Kernel packages with a `techniques()` that lists (op, technique) pairs.
-_KERNEL_PACKAGES = ("norm", "lazy")
+_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred")
 
 # The order in which `fused` tries techniques, best first.
 _ORDER: dict[str, tuple[str, ...]] = {

@@ -21,6 +21,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from recsys_norm._versions import require_torchrec
 from recsys_norm.training import config as configs
 from recsys_norm.training import runtime
 from recsys_norm.training.config import ConfigError
@@ -68,6 +69,10 @@ def _run_dir(resume: str | None) -> str:
 
 def _job(config: DictConfig) -> dict[str, Any]:
     """One job of Hydra: a run, or one point of a sweep. Expected errors end the program here, with one line."""
+    try:
+        require_torchrec()
+    except ImportError as error:  # versions that do not fit; the message holds the command that mends them
+        _fail(one_line(error), runtime.world().rank)
     from recsys_norm.training.run import run
 
     try:
