@@ -166,26 +166,22 @@ def apply(
     delta,
     eta,
     dx,
-    hat,
     row,
     col,
     M,
     K,
     LAYER: tl.constexpr,
-    EMIT_HAT: tl.constexpr,
     TMA: tl.constexpr,
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Store rstd * (g - eta - xhat * delta), and xhat if it is wanted."""
+    """Store rstd * (g - eta - xhat * delta)."""
     xhat = normalized(x, stats[0], stats[1], stats[2], LAYER)
     g = g - xhat * delta[:, None]
     if LAYER:
         g = g - eta[:, None]
     g = g * stats[2][:, None]
     store_tile(dx, rounded(g, x.dtype), row, col, M, K, TMA, BM, BK)
-    if EMIT_HAT:
-        store_tile(hat, rounded(xhat, x.dtype), row, col, M, K, TMA, BM, BK)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "stride_dy", "stride_x"])
@@ -256,10 +252,10 @@ def dx_kernel(
             delta /= width
             eta /= width
             x_left = load_tile(x, row, col, M, K, stride_x, TMA, BM, HALF)
-            apply(left, x_left, stats, delta, eta, dx, hat, row, col, M, K, LAYER, EMIT_HAT, TMA, BM, HALF)
+            apply(left, x_left, stats, delta, eta, dx, row, col, M, K, LAYER, TMA, BM, HALF)
             x_right = load_tile(x, row, col + HALF, M, K, stride_x, TMA, BM, HALF)
             col += HALF
-            apply(right, x_right, stats, delta, eta, dx, hat, row, col, M, K, LAYER, EMIT_HAT, TMA, BM, HALF)
+            apply(right, x_right, stats, delta, eta, dx, row, col, M, K, LAYER, TMA, BM, HALF)
         else:
             x_tile = load_tile(x, row, col, M, K, stride_x, TMA, BM, BK)
             if WHOLE:  # then read x again: kept across both uses, its fp32 copy would not fit beside acc
@@ -268,7 +264,16 @@ def dx_kernel(
                 x_tile = load_tile(x, row, col, M, K, stride_x, TMA, BM, BK)
             delta /= width
             eta /= width
-            apply(acc, x_tile, stats, delta, eta, dx, hat, row, col, M, K, LAYER, EMIT_HAT, TMA, BM, BK)
+            apply(acc, x_tile, stats, delta, eta, dx, row, col, M, K, LAYER, TMA, BM, BK)
+        if EMIT_HAT:  # x once more, now that the accumulators are free
+            tl.debug_barrier()
+            PART: tl.constexpr = BK // 2 if SPLIT else BK
+            col = (tile % k_tiles) * BK
+            for part in tl.static_range(BK // PART):
+                at = col + part * PART
+                x_tile = load_tile(x, row, at, M, K, stride_x, TMA, BM, PART)
+                xhat = normalized(x_tile, stats[0], stats[1], stats[2], LAYER)
+                store_tile(hat, rounded(xhat, x_tile.dtype), row, at, M, K, TMA, BM, PART)
 
 
 class RowStats(NamedTuple):

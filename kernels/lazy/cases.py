@@ -18,6 +18,7 @@ from recsys_norm.kernels.lazy.configs import (
     forward_config,
     given_config,
     naive_config,
+    wgrad_by_blas,
     wgrad_config,
 )
 
@@ -75,7 +76,7 @@ def forward_case(kind: Kind, config: GemmConfig, layer: bool, even: bool = True)
     return CompileCase("lazy.forward", text, forward.forward_kernel, args, options(config))
 
 
-def dx_case(kind: Kind, config: GemmConfig, layer: bool, whole: bool, emit_hat: bool = False) -> CompileCase:
+def dx_case(kind: Kind, config: GemmConfig, layer: bool, whole: bool, emit_hat: bool) -> CompileCase:
     name, tma = NAMES[kind.dtype], config.tma and kind.aligned
     part = config.BN // 2 if config.split_store else config.BN
     result = source(name, tma, kind.aligned, config.BM, part)
@@ -230,9 +231,10 @@ def gemm_cases(kind: Kind, layer: bool, widest: bool = False) -> Iterator[Compil
             yield forward_case(kind, config, layer)
             yield forward_case(kind, given_config(kind, N), layer)
     for K in (512,) if widest else (128, 256, 512):
-        yield dx_case(kind, dx_config(kind, K, True), layer, True)
-    yield dx_case(kind, dx_config(kind, 1024, False), layer, False)
-    yield wgrad_case(kind, wgrad_config(kind), layer)
+        yield dx_case(kind, dx_config(kind, K, True), layer, True, wgrad_by_blas(kind, K))
+    yield dx_case(kind, dx_config(kind, 1024, False), layer, False, wgrad_by_blas(kind, 1024))
+    if not wgrad_by_blas(kind, 128):
+        yield wgrad_case(kind, wgrad_config(kind), layer)
     limit = NAIVE_MAX_FEATURES[kind.dtype.itemsize]
     for K in (limit,) if widest else sorted({128, limit}):
         yield naive_case(kind, naive_config(kind, K), layer)

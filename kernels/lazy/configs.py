@@ -12,6 +12,7 @@ import torch
 
 WHOLE_ROW_FEATURES = 512  # up to this K a block holds a whole row of the gradient at xhat; beyond, y is saved
 NAIVE_MAX_FEATURES = {2: 512, 4: 128}  # by bytes per value: [64 rows, K] beside a slice of W in shared memory
+WGRAD_MAX_FEATURES = 512  # up to this K xhat is made on the way into the weight gradient
 COEFFICIENT_COLUMNS = 4096  # values per step of the row sums over dy and y
 
 
@@ -121,14 +122,16 @@ def dx_config(kind: Kind, K: int, whole: bool) -> GemmConfig:
     return _DX_WHOLE[arch][width] if whole else _DX_TILED[arch]
 
 
-def wgrad_config(kind: Kind) -> GemmConfig:
-    if kind.interpreted:
-        return _INTERPRETED
+def wgrad_by_blas(kind: Kind, K: int) -> bool:
+    """Whether dy^T xhat is left to the BLAS, with xhat written by the kernel before, rather than made on the way in."""
     if kind.dtype == torch.float32:
-        return replace(_EXACT, BM=32, BN=64, BK=64, wait=generation(kind.arch) == 90)
-    if not kind.aligned:
-        return replace(_ODD, wait=generation(kind.arch) == 90)
-    return _WGRAD[generation(kind.arch)]
+        return True
+    return not kind.interpreted and (not kind.aligned or K > WGRAD_MAX_FEATURES)
+
+
+def wgrad_config(kind: Kind) -> GemmConfig:
+    """For rows of 16-bit values that are multiples of 16 bytes."""
+    return _INTERPRETED if kind.interpreted else _WGRAD[generation(kind.arch)]
 
 
 def naive_config(kind: Kind, K: int) -> GemmConfig:

@@ -14,6 +14,7 @@ from recsys_norm.kernels.lazy.configs import (
     dx_config,
     forward_config,
     naive_config,
+    wgrad_by_blas,
     wgrad_config,
 )
 from recsys_norm.ops.inputs import resolve_eps
@@ -100,7 +101,9 @@ def backward(norm: str, saved: Tensors, dy: Tensor, needs: tuple[bool, ...]) -> 
     layer, K = norm == "layer", x.shape[1]
     stats = gradients.RowStats(mean, rstd)
     need_sum = need_bias or need_beta or (need_weight and norm_bias is not None)
-    dx = dy_sum = None
+    need_product = need_weight or need_gamma
+    blas = need_product and wgrad_by_blas(kind_of(x, dy, width=K), K)
+    dx = dy_sum = hat = None
     if need_x:
         whole = K <= WHOLE_ROW_FEATURES
         folded = fold(weight, bias, norm_weight, norm_bias, x.dtype, colsum=layer and not whole)
@@ -109,12 +112,15 @@ def backward(norm: str, saved: Tensors, dy: Tensor, needs: tuple[bool, ...]) -> 
             coefs = gradients.coefficients(dy, y, folded.colsum, folded.offset, layer, need_sum)
             dy_sum = coefs.dy_sum
         config = dx_config(kind_of(x, dy, folded.weight, width=K), K, whole)
-        dx, _ = gradients.dx(dy, folded.weight, x, stats, coefs, config)
+        dx, hat = gradients.dx(dy, folded.weight, x, stats, coefs, config, emit_hat=blas)
     if need_sum and dy_sum is None:
         dy_sum = column_sum(dy, torch.float32)
     dweight = dgamma = dbeta = None
-    if need_weight or need_gamma:
-        partial = wgrad.product(dy, x, stats, wgrad_config(kind_of(x, dy, width=K)))
+    if need_product:
+        if blas:
+            partial = wgrad.product_of(dy, wgrad.write_hat(x, stats) if hat is None else hat)
+        else:
+            partial = wgrad.product(dy, x, stats, wgrad_config(kind_of(x, dy, width=K)))
         options = dict(dweight=need_weight, dgamma=need_gamma, dbeta=need_beta)
         dweight, dgamma, dbeta = wgrad.finish(partial, weight, norm_weight, norm_bias, dy_sum, **options)
     elif need_beta:

@@ -37,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     argv = list(sys.argv if argv is None else argv)
     world = runtime.world()
+    if world.store is None:
+        runtime.run_stamp.cache_clear()  # every call is a run of its own
     before = sys.argv, os.environ.get(_FULL_ERROR)
     show_traceback = before[1] == "1"
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise instead of printing several lines
