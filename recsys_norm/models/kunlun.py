@@ -76,6 +76,8 @@ class DenseArch(nn.Module):
         events: {name: (field embeddings [T, n_fields * dim], offsets [B + 1] int32, ages [T] in seconds)}.
     """
 
+    full_precision = ("head.out.",)  # parameters that compute in fp32 under autocast too
+
     def __init__(self, config: ModelConfig, schema: Schema, how: dict):
         super().__init__()
         check_events(config, schema)

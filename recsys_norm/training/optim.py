@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from recsys_norm.training.config import DenseOptimizerConfig, OptimizerConfig
+from recsys_norm.training.masters import MasterWeights
 
 
 def lr_factor(config: OptimizerConfig, step: int, total: int) -> float:
@@ -29,13 +30,24 @@ def lr_factor(config: OptimizerConfig, step: int, total: int) -> float:
 class Optimizers:
     """AdamW of the dense part and the fused optimizer of the tables, under one schedule.
 
-    The tables are updated inside `backward`, with the learning rate that `set_lr` left there.
+    The tables are updated inside `backward`, with the learning rate that `set_lr` left there. `weights`, where `dense`
+    computes in low precision, holds the fp32 parameters that are optimized in place of the module's own.
     """
 
-    def __init__(self, dense: nn.Module, sparse: nn.Module, config: OptimizerConfig, total_steps: int) -> None:
+    def __init__(
+        self,
+        dense: nn.Module,
+        sparse: nn.Module,
+        config: OptimizerConfig,
+        total_steps: int,
+        weights: MasterWeights | None = None,
+    ) -> None:
         self.config = config
         self.total_steps = total_steps
+        self.weights = weights
         self.parameters = {name: p for name, p in dense.named_parameters() if p.requires_grad}
+        if weights is not None:
+            self.parameters |= weights.masters
         self.dense = _adamw(self.parameters.values(), config.dense)
         self.sparse = sparse.fused_optimizer
         self.lr = 0.0
@@ -63,6 +75,8 @@ class Optimizers:
 
     def clip(self) -> Tensor:
         """Clip the dense gradients to `clip_norm` and return their norm before that, on the device."""
+        if self.weights is not None:
+            self.weights.collect()
         parameters = list(self.parameters.values())
         if self.config.clip_norm is None:
             return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
@@ -71,6 +85,12 @@ class Optimizers:
     def step(self) -> None:
         self.dense.step()
         self.dense.zero_grad(set_to_none=True)
+        self.loaded()
+
+    def loaded(self) -> None:
+        """To be called after the parameters were written to."""
+        if self.weights is not None:
+            self.weights.refresh()
 
     def state(self) -> dict[str, Tensor]:
         """Tensors by name, for checkpoints: AdamW's per parameter, the tables' as TorchRec shards them.

@@ -23,6 +23,7 @@ from recsys_norm.training.checkpoint import Checkpoints
 from recsys_norm.training.compiling import compile_regions
 from recsys_norm.training.config import Config, ConfigError
 from recsys_norm.training.logging import RunLogger
+from recsys_norm.training.masters import MasterWeights
 from recsys_norm.training.metrics import Evaluation, TrainingWindow
 from recsys_norm.training.optim import Optimizers
 from recsys_norm.training.padding import padded
@@ -63,12 +64,15 @@ class Trainer:
         self.total_steps = self._count_steps()
         self.model = model
         self.sparse = model.sparse
+        weights = None
+        if runtime.dtype != torch.float32 and config.trainer.grad_accumulation == 1:  # which sums gradients in fp32
+            weights = MasterWeights(model.dense, runtime.dtype, model.dense.full_precision)
         if config.backend.compile:
             compile_regions(model.dense)
         if runtime.size > 1:
             ids = [runtime.device.index] if runtime.device.type == "cuda" else None
             model.dense = nn.parallel.DistributedDataParallel(model.dense, device_ids=ids, gradient_as_bucket_view=True)
-        self.optimizers = Optimizers(self.dense, self.sparse, config.optimizer, self.total_steps)
+        self.optimizers = Optimizers(self.dense, self.sparse, config.optimizer, self.total_steps, weights)
         self.progress = Progress(world_size=runtime.size)
         self.checkpoints = Checkpoints(run_dir, runtime, keep_last=config.trainer.keep_last)
         self.logger = RunLogger(config.logger, run_dir, active=runtime.main)
@@ -336,6 +340,7 @@ class Trainer:
         best = self.progress.best_step
         if self.config.trainer.checkpoint and best is not None and best != self.progress.step:
             self.checkpoints.load(best, self.tensors(optimizer=False))
+            self.optimizers.loaded()
         metrics = self.evaluate("test")
         if metrics is None:
             raise self._stopped()
@@ -368,6 +373,7 @@ class Trainer:
         self.progress = Progress(**source.progress(step))
         self.checkpoints.adopt(source, step, self.progress.best_step)
         self.checkpoints.load(step, self.tensors())
+        self.optimizers.loaded()
         same_ranks = self.progress.world_size == self.runtime.size
         self.progress.world_size = self.runtime.size
         local = self.checkpoints.local(step, self.runtime.rank if same_ranks else 0)
