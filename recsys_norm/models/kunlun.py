@@ -115,9 +115,17 @@ class DenseArch(nn.Module):
             x, sequences, summaries = layer(x, sequences, summaries, offsets, sum_offsets, seed_offsets)
         return self.head(x)
 
-    def regions(self) -> list[nn.Module]:
-        """The parts to compile one by one: layers of one kind then share a graph, and compiling takes a fraction."""
-        return [self.context, *self.event_tokens.values(), *self.layers, self.head]
+    def regions(self) -> list[tuple[nn.Module, bool]]:
+        """The parts to compile one by one, and whether all their shapes depend on the number of rows alone.
+
+        Parts of one kind share a graph, so that compiling takes a fraction; parts of fixed shapes can be replayed.
+        """
+        fixed = [self.context, self.head]
+        jagged = list(self.event_tokens.values())
+        for layer in self.layers:
+            fixed += [layer.summarize, layer.experts]
+            jagged += layer.blocks.values()
+        return [(region, True) for region in fixed] + [(region, False) for region in jagged]
 
     def _embeddings(self, x: Tensor | None) -> Tensor | None:
         """What the tables returned, in the dtype of the activations."""
@@ -138,7 +146,7 @@ class Layer(nn.Module):
         self.blocks = nn.ModuleDict({name: TransformerBlock(config, deep[name], layer, how) for name in deep})
         self.n_in = config.n_sum + len(sizes) * config.n_summary
         self.n_out = config.experts * self.n_in
-        self.experts = nn.ModuleList(WukongExpert(config, self.n_in, how) for _ in range(config.experts))
+        self.experts = Experts(WukongExpert(config, self.n_in, how) for _ in range(config.experts))
 
     def forward(self, x, sequences, summaries, offsets, sum_offsets, seed_offsets) -> tuple[Tensor, dict, dict]:
         sequences, summaries = dict(sequences), dict(summaries)
@@ -146,8 +154,15 @@ class Layer(nn.Module):
         for name, block in self.blocks.items():
             state = sequences[name], summaries[name]
             sequences[name], summaries[name] = block(*state, offsets[name], x_sum, sum_offsets, seed_offsets)
-        x = torch.cat([x_sum, *summaries.values()], 1)
-        return torch.cat([expert(x) for expert in self.experts], 1), sequences, summaries
+        return self.experts(x_sum, *summaries.values()), sequences, summaries
+
+
+class Experts(nn.ModuleList):
+    """The global interaction: every expert on the tokens of [X_sum | Y_1 | Y_2 ..], their outputs side by side."""
+
+    def forward(self, *tokens: Tensor) -> Tensor:
+        x = torch.cat(tokens, 1)
+        return torch.cat([expert(x) for expert in self], 1)
 
 
 class Head(nn.Module):

@@ -125,8 +125,11 @@ def norm_attention(
     )
     tensors = (q, k, v, q_offsets_B1, k_offsets_B1)
     with inputs.without_autocast(q):
-        if backend in ("unfused", "compiled") or attention == "eager":
-            count(op, f"{backend}, eager attention" if attention == "eager" else backend)
+        plain = backend in ("unfused", "compiled")
+        nothing_to_fuse = pre_norm is None and post_norm is None and technique is None
+        if plain or attention == "eager" or nothing_to_fuse:
+            label = "attention alone" + ("" if q.is_cuda else " (torch)") if nothing_to_fuse and not plain else backend
+            count(op, f"{label}, eager attention" if attention == "eager" else label)
             implementation = "eager" if attention == "eager" else "auto"
             options = dict(spec=spec, eps=eps, packed=packed, implementation=implementation)
             function = composite.norm_attention

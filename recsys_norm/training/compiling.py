@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,16 +14,28 @@ from torch import nn
 MAX_GRAPHS = 64
 
 
-def compile_regions(dense: nn.Module) -> None:
+def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     """Put each region of a DenseArch behind torch.compile, in place. A region is one graph for every number of events.
 
-    The number of rows is compiled in: pass batches of one size. Layers of the same kind and sizes share a graph: on the
-    16 cores of an H200 machine kunlun_base had made its first 16 steps after 116 s this way; as one graph it had made
-    none after 150 s.
+    The number of rows is compiled in: pass batches of one size. With `replay`, regions whose shapes depend on nothing else
+    are recorded as CUDA graphs: the experts alone are most of a step's kernel launches and little of its work. What such a
+    region returns is valid until the next step (`begin_step`); so are the gradients of its parameters.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
-    for region in dense.regions():
-        region.compile(fullgraph=True)
+    for region, fixed in dense.regions():
+        region.compile(fullgraph=True, options={"triton.cudagraphs": True} if fixed and replay else None)
+
+
+def begin_step() -> None:
+    """Tell replayed regions that a new step starts: what they returned in the last one may be overwritten."""
+    torch.compiler.cudagraph_mark_step_begin()
+
+
+@contextlib.contextmanager
+def evaluated_eagerly(eager: bool) -> Iterator[None]:
+    """Inside, and if `eager`, compiled regions run as ordinary PyTorch and nothing is compiled."""
+    with torch.compiler.set_stance("force_eager") if eager else contextlib.nullcontext():
+        yield
 
 
 class CompileClock:
