@@ -32,12 +32,13 @@ def default_cases(M: int, op: str, norms: list[str], shapes: list[tuple[int, int
     return [Case(op, norm, M, K, N) for K, N in shapes for norm in norms]
 
 
-def candidates(case: Case) -> dict[str, dict]:
-    """Arguments of each run of the op by its label: the plain backends, the chosen technique, every technique."""
+def candidates(case: Case, wanted: list[str] | None = None) -> dict[str, dict]:
+    """Arguments of each run of the op by its label: the plain backends, the chosen technique, every technique (or those
+    wanted, as "provider/name")."""
     labels = {"unfused": {"backend": "unfused"}, "compiled": {"backend": "compiled"}, "fused": {"backend": "fused"}}
     for technique in registry.techniques(case.op):
-        if technique.provider != "torch":
-            labels[technique.name] = {"backend": "fused", "technique": technique.name}
+        if technique.provider != "torch" and (wanted is None or registry.label(technique) in wanted):
+            labels[registry.label(technique)] = {"backend": "fused", "technique": registry.label(technique)}
     return labels
 
 
@@ -78,12 +79,14 @@ def errors(case: Case, subject: Subject, tensors: dict, direction: str) -> list[
     return [relative_error(a, r, rows=rows) for a, r, rows in pairs]
 
 
-def measure_case(case: Case, directions: list[str], launches: int, watch: Stopwatch) -> list[dict]:
+def measure_case(
+    case: Case, directions: list[str], launches: int, watch: Stopwatch, wanted: list[str] | None = None
+) -> list[dict]:
     """Records of one case in this process; a candidate that is wrong or cannot run has no time, but says why."""
     torch._dynamo.reset()
     tensors, records, subjects = case.tensors(), [], {}
     grads = None
-    for label, arguments in candidates(case).items():
+    for label, arguments in candidates(case, wanted).items():
         registry.reset_counts()
         try:
             subjects[label] = Subject(case, tensors, arguments, grads)
@@ -108,9 +111,7 @@ def measure_case(case: Case, directions: list[str], launches: int, watch: Stopwa
             if not right[label][0]:
                 fields["skipped"] = "wrong result"
             fields["times"] = times.get(label)
-            records.append(
-                record(case, direction, label, gemm_times=times["gemm"], norm_times=times["norm"], **fields)
-            )
+            records.append(record(case, direction, label, gemm_times=times["gemm"], norm_times=times["norm"], **fields))
     return records
 
 
@@ -194,18 +195,36 @@ def run_child(options: dict) -> None:
     print(json.dumps({"self_test": watch.self_test()}), flush=True)
     for fields in options["cases"]:
         case = Case(**(fields | {"dtype": getattr(torch, fields["dtype"])}))
-        for r in measure_case(case, options["directions"], options["launches"], watch):
+        for r in measure_case(case, options["directions"], options["launches"], watch, options["techniques"]):
             print(json.dumps(r), flush=True)
         torch.cuda.empty_cache()
 
 
-def run(cases: list[Case], directions: list[str], launches: int, runs: int) -> dict:
-    """Measure in `runs` fresh processes. Returns {"env": ..., "self_test": [...], "records": [...]}."""
+def _child(cases: list[Case], settings: dict, launches: int, seed: int) -> list[str]:
+    """The command of one process run."""
     fields = [{**vars(c), "dtype": str(c.dtype).removeprefix("torch.")} for c in cases]
+    options = {"cases": fields, **settings, "launches": launches, "seed": seed}
+    return [sys.executable, "-m", "recsys_norm.bench", "ops", "--child", json.dumps(options)]
+
+
+def compile_ahead(cases: list[Case], settings: dict, jobs: int) -> None:
+    """Run every case once in `jobs` processes side by side, so that the compilers' caches on disk are full."""
+    commands = [_child(cases[job::jobs], settings, 1, job) for job in range(min(jobs, len(cases)))]
+    for child in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]:
+        if child.wait() != 0:
+            raise RuntimeError(
+                f"a process that compiles ahead ended with exit status {child.returncode}; see its messages above"
+            )
+
+
+def run(cases: list[Case], settings: dict, launches: int, runs: int) -> dict:
+    """Measure in `runs` fresh processes. Returns {"env": ..., "self_test": [...], "records": [...]}.
+
+    settings: `directions`, and `techniques` to time beside the backends (None: all).
+    """
     results, self_tests = [], []
     for seed in range(runs):
-        options = {"cases": fields, "directions": directions, "launches": -(-launches // runs), "seed": seed}
-        command = [sys.executable, "-m", "recsys_norm.bench", "ops", "--child", json.dumps(options)]
+        command = _child(cases, settings, -(-launches // runs), seed)
         child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
         self_tests.append(lines[0]["self_test"])
@@ -220,11 +239,33 @@ def run(cases: list[Case], directions: list[str], launches: int, runs: int) -> d
     return {"env": env.record(), "self_test": self_tests, "records": records}
 
 
+FLOOR = "triton/separate"
+MARGIN = 0.98  # a technique is chosen over the floor if it takes less than this share of its time
+
+
+def winners(records: list[dict]) -> list[dict]:
+    """Rows of the table that `fused` chooses by (`recsys_norm.ops.choices`): the fastest right technique of each case."""
+    rows: dict[tuple, dict[str, dict]] = {}
+    for r in records:
+        if r["ms"] is not None and "/" in r["backend"] and r["direction"] != "both":
+            rows.setdefault(tuple(r[k] for k in KEY[:-1]), {})[r["backend"]] = r
+    chosen = []
+    for row in rows.values():
+        best = min(row.values(), key=lambda r: r["ms"])
+        floor = row.get(FLOOR)
+        if floor is not None and best["ms"] > MARGIN * floor["ms"]:
+            best = floor
+        fields = {k: best[k] for k in ("op", "norm", "direction", "M", "K", "N", "N2")}
+        floor_ms = None if floor is None else round(floor["ms"], 4)
+        chosen.append({**fields, "technique": best["backend"], "ms": round(best["ms"], 4), "separate_ms": floor_ms})
+    return chosen
+
+
 def table(records: list[dict]) -> str:
     """Plain text, a line per case and direction, a column per candidate."""
     labels = list(dict.fromkeys(r["backend"] for r in records))
     head = f"{'op':18} {'norm':5} {'dir':8} {'M':>8} {'K':>5} {'N':>5} {'gemm':>7} {'norm':>7} "
-    lines = [head + " ".join(f"{label:>10}" for label in labels) + "   fused hidden"]
+    lines = [head + " ".join(f"{label.removeprefix('triton/'):>14}" for label in labels) + "   fused hidden"]
     rows: dict[tuple, dict[str, dict]] = {}
     for r in records:
         rows.setdefault(tuple(r[k] for k in KEY[:-1]), {})[r["backend"]] = r
@@ -234,9 +275,11 @@ def table(records: list[dict]) -> str:
         line += f"{r.get('gemm_ms', 0):7.3f} {r.get('norm_ms', 0):7.3f} "
         for label in labels:
             ms = row.get(label, {}).get("ms")
-            line += f"{ms:10.3f} " if ms else f"{'-':>10} "
+            line += f"{ms:14.3f} " if ms else f"{'-':>14} "
         fused = row.get("fused", {})
-        line += f"  {fused['hidden']:5.0%} [{fused['hidden_lo']:.0%}, {fused['hidden_hi']:.0%}] " if fused.get("ms") else ""
+        line += (
+            f"  {fused['hidden']:5.0%} [{fused['hidden_lo']:.0%}, {fused['hidden_hi']:.0%}] " if fused.get("ms") else ""
+        )
         lines.append(line + (fused.get("technique") or ""))
     return "\n".join(lines)
 

@@ -27,7 +27,9 @@ def _linear_norm(x_shape, weight_shape, *args, out_shape=None, **kwargs) -> int:
 
 
 @register_flop_formula(_library.norm_linear_backward)
-def _norm_linear_backward(dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *args, **kwargs):
+def _norm_linear_backward(
+    dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *args, **kwargs
+):
     gemms = int(needs[0] or needs[3] or needs[4]) + int(needs[1])
     return 2 * x[0] * prod(weight) * gemms
 

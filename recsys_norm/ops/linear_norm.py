@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.ops import composite, inputs
+from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
@@ -186,7 +187,7 @@ def _backward_op(
     x, weight, dy = inputs.rows(x), weight.contiguous(), inputs.rows(dy)
     dz = None if dz is None else inputs.rows(dz)
     problem = _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, z is not None, True)
-    chosen = select(problem, backend, technique or None, on_unsupported)
+    chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (x, weight, norm_weight, present(mean), rstd, hat, z)
     return gradients(chosen.backward(problem, saved, (dy, dz), tuple(needs)), likes, x)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from recsys_norm.ops import composite, inputs
 from recsys_norm.ops.activations import ACTIVATIONS, get
+from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
@@ -170,7 +171,7 @@ def _backward_op(
         return zero_gradients(likes, needs, x)
     x, weight1, weight2 = inputs.rows(x), weight1.contiguous(), weight2.contiguous()
     problem = _problem(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, eps, activation, True)
-    chosen = select(problem, backend, technique or None, on_unsupported)
+    chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (x, weight1, weight2, norm_weight, norm_bias, z, present(mean), rstd)
     return gradients(chosen.backward(problem, saved, (inputs.rows(dy),), tuple(needs)), likes, x)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.ops import composite, inputs
+from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
@@ -174,7 +175,7 @@ def _norm_backward_op(
     z, dy = inputs.rows(z), inputs.rows(dy)
     dz = None if dz is None else inputs.rows(dz)
     problem = _problem(z, norm_weight, norm_bias, residual, norm, eps, True)
-    chosen = select(problem, backend, technique or None, on_unsupported)
+    chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (z, norm_weight, present(mean), rstd)
     grads = chosen.backward(problem, saved, (dy, dz), (*needs, False))
     return gradients(grads[:3], likes, z)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from recsys_norm.ops import composite, inputs
 from recsys_norm.ops.activations import resolve
+from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
@@ -357,7 +358,7 @@ def _backward_op(
     spec = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
     spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
     problem = _problem(q, k, parameters, residual, _unpack(*spec), eps, True)
-    chosen = select(problem, backend, technique or None, on_unsupported)
+    chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     statistics = tuple(present(s) for s in (q_mean, q_rstd, k_mean, k_rstd, o_mean, o_rstd, o_hat))
     saved = (q, k, v, q_offsets, k_offsets, *parameters, *statistics)
     every = (*needs[:3], False, False, *needs[3:], False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.ops import composite, inputs
+from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
@@ -149,7 +150,7 @@ def _backward_op(
         return zero_gradients(likes, needs, x)
     tensors = (inputs.rows(x), weight.contiguous(), *likes[2:])
     problem = _problem(*tensors, norm, eps, True)
-    chosen = select(problem, backend, technique or None, on_unsupported)
+    chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (*tensors, present(mean), rstd, y)
     return gradients(chosen.backward(problem, saved, (inputs.rows(dy),), tuple(needs)), likes, x)
 

@@ -9,18 +9,20 @@ import functools
 import importlib
 import warnings
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
+from recsys_norm.ops import choices
 from recsys_norm.ops.problem import Problem, Technique
 
 BACKENDS = ("unfused", "compiled", "naive", "fused")
 ON_UNSUPPORTED = ("raise", "fallback")
 
 # Kernel packages with a `techniques()` that lists (op, technique) pairs.
-_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred")
+_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred", "hopper")
 
-# The order in which `fused` tries techniques, best first.
+# The order in which `fused` tries techniques where nothing near the problem was measured (`choices`), best first.
 _ORDER: dict[str, tuple[str, ...]] = {
     "norm": ("separate",),
     "norm_linear": ("separate", "lazy", "naive"),
@@ -44,7 +46,7 @@ def register(op: str, technique: Technique) -> None:
     known = _techniques.setdefault(op, [])
     known[:] = [t for t in known if (t.name, t.provider) != (technique.name, technique.provider)]
     known.append(technique)
-    _candidates.cache_clear()
+    _candidates_of.cache_clear()
 
 
 def techniques(op: str) -> list[Technique]:
@@ -69,19 +71,35 @@ def _load() -> None:
             register(op, technique)
 
 
-def _rank(op: str, technique: Technique) -> int:
-    order = _ORDER.get(op, ())
+def label(technique: Technique) -> str:
+    """ "provider/name": the two together tell techniques of an op apart, and `technique=` takes either form."""
+    return f"{technique.provider}/{technique.name}"
+
+
+def _named(technique: Technique, wanted: str) -> bool:
+    return wanted in (technique.name, label(technique))
+
+
+def _rank(technique: Technique, problem: Problem, direction: str) -> int:
+    if label(technique) == choices.preferred(problem, direction):
+        return -1
+    order = _ORDER.get(problem.op, ())
     return order.index(technique.name) if technique.name in order else len(order)
 
 
+def _candidates(problem: Problem, direction: str) -> tuple[tuple[Technique, ...], tuple[str, ...]]:
+    """Kernel techniques that can run the problem, best first, and the reasons of those that cannot. Problems whose rows
+    round up to the same power of two are one case, or each jagged batch would be a new one."""
+    return _candidates_of(replace(problem, M=1 << max(problem.M - 1, 0).bit_length()), direction)
+
+
 @functools.lru_cache(maxsize=4096)
-def _candidates(problem: Problem) -> tuple[tuple[Technique, ...], tuple[str, ...]]:
-    """Kernel techniques that can run the problem, best first, and the reasons of those that cannot."""
+def _candidates_of(problem: Problem, direction: str) -> tuple[tuple[Technique, ...], tuple[str, ...]]:
     able, reasons = [], []
     if problem.device != "cuda":
         return (), (f"its kernels need a CUDA device and the tensors are on {problem.device}",)
     kernels = [t for t in techniques(problem.op) if t.provider != "torch"]
-    for technique in sorted(kernels, key=lambda t: _rank(problem.op, t)):
+    for technique in sorted(kernels, key=lambda t: _rank(t, problem, direction)):
         reason = technique.why_not(problem)
         if reason is None:
             able.append(technique)
@@ -95,49 +113,53 @@ def _plain(problem: Problem) -> Technique:
     return next(t for t in techniques(problem.op) if t.provider == "torch")
 
 
-def choose(problem: Problem) -> Technique:
-    """The technique that `backend="fused"` takes for a problem.
+def choose(problem: Problem, direction: str = choices.FORWARD) -> Technique:
+    """The technique that `backend="fused"` takes for a problem: the one measured fastest near it, if it can run.
 
     Raises:
         UnsupportedError: if no kernel can run it.
     """
-    able, reasons = _candidates(problem)
+    able, reasons = _candidates(problem, direction)
     if not able:
         raise _unsupported(problem, "backend 'fused'", "; ".join(reasons))
     return able[0]
 
 
-def select(problem: Problem, backend: str, technique: str | None, on_unsupported: str) -> Technique:
+def select(
+    problem: Problem, backend: str, technique: str | None, on_unsupported: str, direction: str = choices.FORWARD
+) -> Technique:
     """The technique that serves one call, counted.
 
-    backend "fused" takes the best that can run, "naive" the one whose tile spans the whole row; `technique` forces one.
+    backend "fused" takes the best that can run, "naive" the one whose tile spans the whole row; `technique` forces one, by
+    its name or as "provider/name". The backward is chosen by itself: what is saved suits all techniques of an op.
     If it cannot run, `on_unsupported="raise"` raises UnsupportedError, "fallback" takes the next one down
     (the separate norm kernel, then plain PyTorch), warns once per reason and counts it.
     """
     wanted = technique or ("naive" if backend == "naive" else None)
-    able, _ = _candidates(problem)
-    chosen = next((t for t in able if wanted in (None, t.name)), None)
+    able, _ = _candidates(problem, direction)
+    chosen = next((t for t in able if wanted is None or _named(t, wanted)), None)
     if chosen is None and technique == "separate":
         chosen = _plain(problem)  # asked for by name, the plain PyTorch form is no fallback
     if chosen is None:
-        label = f"technique '{technique}'" if technique else f"backend '{backend}'"
+        asked = f"technique '{technique}'" if technique else f"backend '{backend}'"
         why = _why_not(problem, wanted)
         if on_unsupported == "raise":
-            raise _unsupported(problem, label, why)
+            raise _unsupported(problem, asked, why)
         chosen = next((t for t in able if t.name == "separate"), None) or _plain(problem)
-        _note_fallback(f"{problem.op}: {label} cannot run: {why}; {chosen.name} ({chosen.provider}) serves it")
-    count(problem.op, chosen.name if chosen.provider != "torch" else f"{chosen.name} (torch)")
+        _note_fallback(f"{problem.op}: {asked} cannot run: {why}; {chosen.name} ({chosen.provider}) serves it")
+    count(problem.op, chosen.name if chosen.provider == "triton" else f"{chosen.name} ({chosen.provider})")
     return chosen
 
 
 def _why_not(problem: Problem, wanted: str | None) -> str:
-    able, reasons = _candidates(problem)
+    _, reasons = _candidates(problem, choices.FORWARD)
     if wanted is None or problem.device != "cuda":
         return "; ".join(reasons)
-    known = sorted({t.name for t in techniques(problem.op)})
-    if wanted not in known:
+    if not any(_named(t, wanted) for t in techniques(problem.op)):
+        known = sorted({t.name for t in techniques(problem.op)})
         return f"this op has no technique of that name; it has {', '.join(known)}"
-    return "; ".join(r.removeprefix(f"{wanted}: ") for r in reasons if r.startswith(f"{wanted}: "))
+    prefix = f"{wanted.rpartition('/')[2]}: "
+    return "; ".join(r.removeprefix(prefix) for r in reasons if r.startswith(prefix))
 
 
 def _unsupported(problem: Problem, label: str, why: str) -> UnsupportedError:

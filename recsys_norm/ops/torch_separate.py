@@ -25,8 +25,8 @@ def statistics(x: Tensor, norm: str, eps: float) -> tuple[Tensor | None, Tensor]
     x = x.float()
     if norm == "rms":
         return None, torch.rsqrt(x.square().mean(-1) + eps)
-    var, mean = torch.var_mean(x - x[..., :1], -1, correction=0)
-    return mean, torch.rsqrt(var + eps)
+    _, mean, rstd = torch.native_layer_norm(x - x[..., :1], x.shape[-1:], None, None, eps)
+    return mean.squeeze(-1), rstd.squeeze(-1)
 
 
 def standardize(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
@@ -239,10 +239,7 @@ class NormAttention(_Plain):
         if any(needs[:3]) or any(needs[5:9]):
             qn, q_hat = _pre_again(q, spec, "q", q_mean, q_rstd, pqw, pqb)
             kn, k_hat = _pre_again(k, spec, "k", k_mean, k_rstd, pkw, pkb)
-            # torch.func, since ordinary autograd is off inside a registered op
-            eager = functools.partial(_attend, q_offsets=q_offsets, k_offsets=k_offsets, spec=spec, implementation="eager")
-            _, attention_vjp = torch.func.vjp(eager, qn, kn, v)
-            dq, dk, dv = attention_vjp(do)
+            dq, dk, dv = _attend_backward(do, qn, kn, v, q_offsets, k_offsets, spec)
             if spec.inner_residual:
                 dq = dq + do
             out[0], out[5], out[6] = _pre_backward(dq, q_hat, q_rstd, spec, pqw, (needs[0], *needs[5:7]), problem.dtype)
@@ -274,6 +271,22 @@ def _attend(q, k, v, q_offsets, k_offsets, spec, implementation="auto"):
         window=spec.window,
         implementation=implementation,
     )
+
+
+def _attend_backward(do, q, k, v, q_offsets, k_offsets, spec):
+    """(dq, dk, dv) of `_attend`, which is computed again."""
+    if spec.softmax and q.device.type == "cpu":
+        unused = q.new_empty(0)  # the output and its log-sum-exp, which the CPU computes again
+        options = (spec.max_q_len, spec.max_k_len, spec.scale, spec.causal, spec.window)
+        return torch.ops.recsys_norm.jagged_softmax_backward(
+            do, q, k, v, q_offsets, k_offsets, unused, unused, *options
+        )
+    if spec.softmax:
+        # torch.func, since ordinary autograd is off inside a registered op
+        eager = functools.partial(_attend, q_offsets=q_offsets, k_offsets=k_offsets, spec=spec, implementation="eager")
+        return torch.func.vjp(eager, q, k, v)[1](do)
+    options = (spec.max_q_len, spec.max_k_len, ",".join(spec.activation), spec.scale, spec.causal, spec.window)
+    return torch.ops.recsys_norm.gdpa_backward(do, q, k, v, q_offsets, k_offsets, *options)
 
 
 def _pre(x, spec, side, eps, weight, bias):

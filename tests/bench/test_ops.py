@@ -63,3 +63,14 @@ def test_percentile():
 def test_without_cuda_it_says_so(capsys):
     assert command.main(["ops"]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_winners_need_a_margin_over_the_floor():
+    cases = [Case("norm_linear", "rms", 1024, K, 256) for K in (512, 1024)]
+    runs = []
+    for case, lazy in zip(cases, (0.99, 0.9)):
+        runs += [measured(case, "triton/separate", 1.0, 0.8, 0.3), measured(case, "hopper/lazy", lazy, 0.8, 0.3)]
+        runs += [measured(case, "compiled", 0.5, 0.8, 0.3)]  # no technique
+    chosen = bench.winners(bench.merge([runs]))
+    assert [row["technique"] for row in chosen] == ["triton/separate", "hopper/lazy"]
+    assert (chosen[1]["ms"], chosen[1]["separate_ms"]) == (0.9, 1.0)

@@ -20,13 +20,13 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 @pytest.fixture(params=["lazy", "naive"])
 def technique(request, monkeypatch):
     """The public op runs this technique's kernels on this device, whichever it is."""
-    monkeypatch.setattr(registry, "_candidates", lambda problem: ((TECHNIQUES[request.param],), ()))
+    monkeypatch.setattr(registry, "_candidates", lambda problem, direction: ((TECHNIQUES[request.param],), ()))
     return request.param
 
 
 @pytest.fixture
 def lazy(monkeypatch):
-    monkeypatch.setattr(registry, "_candidates", lambda problem: ((TECHNIQUES["lazy"],), ()))
+    monkeypatch.setattr(registry, "_candidates", lambda problem, direction: ((TECHNIQUES["lazy"],), ()))
 
 
 def on_device(tensors):

@@ -20,7 +20,7 @@ NORMS = [(None, None), (None, "rms"), ("rms", None), ("rms", "layer"), ("layer",
 
 @pytest.fixture(autouse=True)
 def kernels_serve(monkeypatch):
-    monkeypatch.setattr(registry, "_candidates", lambda problem: ((SEPARATE,), ()))
+    monkeypatch.setattr(registry, "_candidates", lambda problem, direction: ((SEPARATE,), ()))
     registry.reset_counts()
     yield
     assert set(registry.counts()["norm_attention"]) <= {"separate", "unfused"}
@@ -99,7 +99,7 @@ def test_what_is_saved_is_what_the_plain_technique_saves(monkeypatch):
     results = []
     for first, then in ((plain, plain), (SEPARATE, plain), (plain, SEPARATE)):
         mixed = SimpleNamespace(name="separate", provider="triton", forward=first.forward, backward=then.backward)
-        monkeypatch.setattr(registry, "_candidates", lambda problem, mixed=mixed: ((mixed,), ()))
+        monkeypatch.setattr(registry, "_candidates", lambda problem, direction, mixed=mixed: ((mixed,), ()))
         y = ops.norm_attention(**t, **options, technique="separate")
         results.append([y, *torch.autograd.grad(y.square().sum(), wanted)])
     for other in results[1:]:

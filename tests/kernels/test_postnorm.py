@@ -24,7 +24,7 @@ def serve(monkeypatch):
     """The public op runs one technique's kernels on this device, whichever it is."""
 
     def choose(technique):
-        monkeypatch.setattr(registry, "_candidates", lambda problem: ((technique,), ()))
+        monkeypatch.setattr(registry, "_candidates", lambda problem, direction: ((technique,), ()))
 
     return choose
 

@@ -69,7 +69,7 @@ def test_choice_is_by_order_and_by_limit(monkeypatch):
     registry.register("made_up", Other())
     registry.register("made_up", Limited())
     monkeypatch.setitem(registry._ORDER, "made_up", ("limited", "separate"))
-    registry._candidates.cache_clear()
+    registry._candidates_of.cache_clear()
     assert registry.choose(problem).name == "limited"
     wide = replace(problem, K=5)
     assert registry.choose(wide).name == "separate"

@@ -48,7 +48,9 @@ def test_returned_sum_without_residual():
     run("norm", "rms", {"return_sum": True}, FORCED)
 
 
-@pytest.mark.parametrize("activation", ["identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "silu", "hardswish"])
+@pytest.mark.parametrize(
+    "activation", ["identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "silu", "hardswish"]
+)
 def test_linear_norm_linear_activations(activation):
     for norm in ("rms", "layer"):
         run("linear_norm_linear", norm, {"activation": activation}, FORCED)
@@ -105,7 +107,9 @@ def test_a12_eps_decides_small_inputs(op, eps):
         if op == "norm_linear":
             t = tensors_for(op, scale=1e-3)
             other = ops.norm_linear(**t, norm="layer", eps=10 * eps, technique="separate")
-            assert not torch.allclose(other, ops.norm_linear(**t, norm="layer", eps=eps, technique="separate"), rtol=0.05)
+            assert not torch.allclose(
+                other, ops.norm_linear(**t, norm="layer", eps=eps, technique="separate"), rtol=0.05
+            )
 
 
 def test_a12_eps_none_is_what_torch_does():

@@ -136,7 +136,14 @@ def test_a13_a14_compiles_once_for_all_lengths(candidate):
     @torch.compile(fullgraph=True, backend=backend)
     def function(t):
         return ops.norm_attention(
-            **t, max_q_len=8, max_k_len=8, pre_norm="layer", post_norm="rms", inner_residual=True, packed=True, **candidate
+            **t,
+            max_q_len=8,
+            max_k_len=8,
+            pre_norm="layer",
+            post_norm="rms",
+            inner_residual=True,
+            packed=True,
+            **candidate,
         )
 
     g = torch.Generator().manual_seed(0)
