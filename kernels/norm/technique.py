@@ -156,19 +156,22 @@ def _norm_linear_backward(problem, saved, grads, needs):
 def _linear_norm_forward(problem, x, weight, bias, norm_weight, norm_bias, residual):
     from recsys_norm.kernels.norm.launch import norm_forward
 
+    product = project(x, weight, bias)
+    before = residual if problem.residual == "before" else None
+    keep_product = problem.return_sum and before is None  # which then is the sum
     out = norm_forward(
-        project(x, weight, bias),
+        product,
         norm_weight,
         norm_bias,
         norm=problem.norm,
         eps=problem.eps,
-        before=residual if problem.residual == "before" else None,
+        before=before,
         after=residual if problem.residual == "after" else None,
-        write_z=problem.return_sum,
+        write_z=problem.return_sum and not keep_product,
         write_hat=problem.stores_hat,
-        overwrite=True,
+        overwrite=not keep_product,
     )
-    return (out.y, out.z), (out.mean, out.rstd, out.hat)
+    return (out.y, product if keep_product else out.z), (out.mean, out.rstd, out.hat)
 
 
 def _linear_norm_backward(problem, saved, grads, needs):

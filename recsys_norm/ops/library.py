@@ -44,7 +44,7 @@ def needed(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor |
 
 
 @functools.cache
-def _arch(device: torch.device) -> int | None:
+def arch_of(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     major, minor = torch.cuda.get_device_capability(device)
@@ -52,7 +52,7 @@ def _arch(device: torch.device) -> int | None:
 
 
 @functools.cache
-def _triton_version() -> tuple[int, int] | None:
+def triton_version() -> tuple[int, int] | None:
     try:
         import triton
     except ImportError:
@@ -76,7 +76,7 @@ def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fi
         eps=resolve_eps(fields.pop("eps"), x.dtype),
         strides=tuple(x.stride()),
         device=x.device.type,
-        arch=_arch(x.device),
-        triton_version=_triton_version() if cuda else None,
+        arch=arch_of(x.device),
+        triton_version=triton_version() if cuda else None,
         **fields,
     )

@@ -16,16 +16,20 @@ from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
+    arch_of,
     fake_gradients,
     gradients,
     make_problem,
     needed,
     present,
     stand_in,
+    triton_version,
     zero_gradients,
 )
-from recsys_norm.ops.problem import stores_hat
-from recsys_norm.ops.registry import count, select
+from recsys_norm.ops.problem import Problem, stores_hat
+from recsys_norm.ops.registry import choose, count, select
+
+_MANY_ROWS = 1 << 18
 
 
 def linear_norm(
@@ -93,10 +97,27 @@ def linear_norm(
         flat = None if residual is None else residual.reshape(-1, N)
         training = inputs.is_training(x, *parameters.values(), residual)
         tensors = (x.reshape(-1, K), weight, bias, norm_weight, norm_bias, flat)
+        affine = norm_weight is not None or norm_bias is not None
+        keep = return_sum
+        if position != "before" and stores_hat(training, affine, position, return_sum):
+            device, arch = x.device.type, arch_of(x.device)
+            keep = _product_is_written(norm, x.dtype, K, N, affine, device, arch, backend, technique)
+            technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
-        y, z, *_ = _forward_op(*tensors, norm, eps, position, return_sum, training, *policy)
+        y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, training, *policy)
         y = y.view(*x.shape[:-1], N)
         return (y, z.view(y.shape)) if return_sum else y
+
+
+@torch.compiler.assume_constant_result
+def _product_is_written(norm, dtype, K, N, affine, device, arch, backend, technique) -> bool:
+    """Whether the technique for a large number of rows is `separate`, whose GEMM leaves z in memory: keeping that for the
+    backward then costs less than writing zhat."""
+    if device != "cuda" or backend != "fused" or technique is not None:
+        return device == "cuda" and technique in ("separate", "triton/separate")
+    fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
+    problem = Problem(**fields, affine=affine, training=True, device=device, arch=arch, triton_version=triton_version())
+    return choose(problem).name == "separate"
 
 
 def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, return_sum, training):
@@ -203,6 +224,7 @@ def _setup(ctx, inputs, output):
     )
     y, z, mean, rstd, zhat = output
     ctx.mark_non_differentiable(mean, rstd, zhat)
+    ctx.set_materialize_grads(False)  # z may be kept for the backward alone
     ctx.return_sum = return_sum
     affine = norm_weight is not None or norm_bias is not None
     hat = zhat if stores_hat(training, affine, ctx.position, return_sum) else y
@@ -213,6 +235,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, dz, _dmean, _drstd, _dhat):
     needs = ctx.needs_input_grad[:6]
     dz = dz if ctx.return_sum else None
+    dy = torch.zeros_like(dz) if dy is None else dy
     if needs[5] and ctx.position == "after":  # the residual's gradient is dy itself
         needs = (*needs[:5], False)
     options = (ctx.norm, ctx.eps, ctx.position, list(needs), *ctx.policy)

@@ -2,6 +2,7 @@
 interpreter rounds to bf16 wrongly. Larger cases and bf16 are in tests/gpu/test_norm.py."""
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -339,3 +340,16 @@ def test_kernels_compile_for_the_architectures_they_declare():
     for s in stats:
         assert s.spill_bytes == 0 and s.stack_bytes == 0, s
         assert s.blocks_per_sm >= 1 and s.shared_bytes <= 48 * 1024, s
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_the_product_is_kept_in_place_of_a_second_output(kernels_serve, monkeypatch, norm, residual):
+    module = sys.modules["recsys_norm.ops.linear_norm"]
+    monkeypatch.setattr(module, "_product_is_written", lambda *_: True)
+    kept = []
+    forward = SEPARATE.forward
+    monkeypatch.setattr(SEPARATE, "forward", lambda *args: kept.append(forward(*args)) or kept[-1])
+    run("linear_norm", norm, M=37, K=24, N=65, residual=residual)
+    (_, z), (_, _, hat) = kept[0]
+    assert z is not None and hat is None
