@@ -10,11 +10,13 @@ import importlib
 __version__ = "0.1.0.dev0"
 
 _SUBMODULES = frozenset(
-    ("bench", "configs", "data", "env", "kernels", "models", "nn", "ops", "reference", "testing", "training")
+    ("bench", "configs", "conversion", "data", "env", "kernels", "models", "nn", "ops", "reference", "testing", "training")
 )
 
 
 def __getattr__(name):
+    if name in ("convert", "revert"):
+        return getattr(importlib.import_module(f"{__name__}.conversion"), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
