@@ -1,5 +1,6 @@
 # make train        install what is missing, then train the small model on synthetic data (ARGS="key=value ..." adds overrides)
 # make test         install what is missing, then run the tests (ARGS="-k name ..." adds pytest options)
+# make cubins       compile the Hopper kernels whose sources have changed (kernels/hopper), without a GPU, in .venv-aot
 # Everything is installed into .venv; a second call installs nothing. SET=cpu or SET=cuda overrides the choice of packages.
 
 SHELL := bash
@@ -16,12 +17,15 @@ SET ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PINS := pyproject.toml $(wildcard requirements/*.txt)
 STAMP := $(VENV)/.installed-$(SET)-$(shell cat $(PINS) | cksum | cut -d' ' -f1)
 
-.PHONY: train test lint data-movielens install
+AOT := .venv-aot
+AOT_TRITON := $(shell sed -n 's/^TRITON_VERSION = "\(.*\)"/triton==\1/p' kernels/hopper/build.py 2>/dev/null)
+
+.PHONY: train test lint cubins data-movielens install rebuildable
 
 train: install
 	$(VENV)/bin/python train.py experiment=quickstart $(ARGS)
 
-test: install data-movielens
+test: install data-movielens rebuildable
 	$(VENV)/bin/python -m pytest -q --durations=15 $(ARGS)
 
 lint: install
@@ -32,6 +36,19 @@ install: $(STAMP)
 data-movielens: $(STAMP)
 	@$(VENV)/bin/python -c 'import importlib.metadata as m; m.version("recbole")' 2>/dev/null \
 	  || $(INSTALL) --no-deps -r requirements/movielens.txt
+
+cubins: $(AOT)/.installed
+	$(AOT)/bin/python -m kernels.hopper.build $(ARGS)
+
+# The tests compile some of the cubins again and skip that where this Triton cannot be had.
+rebuildable: $(STAMP)
+	@$(MAKE) --no-print-directory $(AOT)/.installed || echo "no $(AOT_TRITON) here: no cubin is compiled again"
+
+$(AOT)/.installed: | $(STAMP)
+	@echo "installing $(AOT_TRITON) into $(AOT)"
+	@$(VENV)/bin/python -m venv $(AOT)
+	@$(AOT)/bin/python -m pip --disable-pip-version-check -qq install --no-compile $(AOT_TRITON)
+	@touch $@
 
 # The +cpu build is several times smaller, but not every index has it; where it is missing, cpu.txt takes the plain one.
 $(STAMP):

@@ -1,0 +1,59 @@
+"""norm_linear backward on Hopper, gradient of x: one GEMM, the norm's backward in its epilogue (dgrad_kernels.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned
+
+TILE_ROWS = 128
+STEP = 64
+WHOLE_ROW_FORMS = (128, 256, 384, 512)  # longest rows of g that the accumulators of one or two CTAs hold
+TILED_COLUMNS = 256
+DOT_ROWS = 8
+
+
+def tma_ready(t: Tensor) -> Tensor:
+    """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
+    fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
+    return aligned(t) if fits else t.contiguous()
+
+
+def dx(
+    dy: Tensor,  # [M, N], bf16 or fp16
+    folded: Tensor,  # [N, K] contiguous: W' in dy's dtype, with centred rows for layer norm
+    x: Tensor,  # [M, K]
+    mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
+    rstd: Tensor,  # [M] fp32
+    delta: Tensor | None,  # [M] fp32: sum_k(g * xhat); None up to K = 512, where the kernel takes it itself
+) -> Tensor:
+    """dx = rstd * (g - xhat * mean_k(g * xhat)) with g = dy W'."""
+    dy, x = tma_ready(dy), tma_ready(x)
+    (M, N), K = dy.shape, x.shape[1]
+    out = x.new_empty(M, K)
+    if delta is None:
+        form = next((f for f in WHOLE_ROW_FORMS if f >= K), None)
+        if form is None:
+            raise ValueError(f"rows of {K} exceed the {WHOLE_ROW_FORMS[-1]} that the accumulators hold; pass delta")
+    else:
+        form = "any"
+    kernel = launch.get(f"dx_{'rms' if mean is None else 'layer'}_{NAMES[x.dtype]}_{form}")
+    col_tiles = 1 if delta is None else -(-K // TILED_COLUMNS)
+    tiles = -(-M // TILE_ROWS) * col_tiles
+    size = kernel.entry["cluster"]
+    grid = size * min(tiles, launch.multiprocessors(x.device) // size)
+    steps = -(-N // STEP)
+    tensors = (dy, folded, folded, x, x, out, x, mean, rstd, delta)
+    kernel(grid, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, steps)
+    return out
+
+
+def row_dots(dy: Tensor, y: Tensor, offset: Tensor) -> Tensor:
+    """[M] fp32: sum_n dy_mn (y_mn - offset_n), which is sum_k(g * xhat)."""
+    M, N = dy.shape
+    dy, y = tma_ready(dy), aligned(y.contiguous())
+    delta = torch.empty(M, device=dy.device, dtype=torch.float32)
+    launch.get(f"row_dots_{NAMES[dy.dtype]}")(-(-M // DOT_ROWS), dy, y, offset, delta, M, N, dy.stride(0))
+    return delta

@@ -1,0 +1,154 @@
+"""Technique `cluster` of linear_norm on Hopper: a row of the result spread over a group of CTAs (kernels in
+postnorm_kernels.py)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason
+from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
+from recsys_norm.ops.inputs import resolve_eps
+from recsys_norm.ops.problem import Problem, Tensors
+
+TILE_ROWS = 128
+MAX_GROUP = 8  # CTAs that share a row
+WIDE = 256  # columns per CTA where W streams through shared memory
+NARROW = 128  # columns per CTA where its slice of W stays in shared memory
+RESIDENT_K = (256, 384, 512)  # longest rows of W of which 128 fit beside everything else
+MAX_FEATURES = MAX_GROUP * WIDE
+_ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in postnorm_kernels.py
+_HAT, _SUM, _AFTER, _SAVE = 1, 2, 4, 8  # bits of `form`, likewise
+_MESSAGES = 4 * 64  # per CTA: two slots for each warpgroup, 64 rows each
+_spaces: dict[tuple[int, int], Tensor] = {}  # device and stream -> memory of the messages
+
+
+class Plan(NamedTuple):
+    columns: int  # per CTA
+    resident: int  # k-blocks of 64 of W that stay in shared memory, 0: W streams
+
+
+class Result(NamedTuple):
+    y: Tensor
+    z: Tensor | None
+    hat: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+class Cluster:
+    """GEMM, norm, affine part and residual in one kernel; the CTAs that share a row exchange its statistics."""
+
+    name = "cluster"
+    provider = "hopper"
+
+    def why_not(self, problem: Problem) -> str | None:
+        if problem.op != "linear_norm":
+            return f"it serves linear_norm, not {problem.op}; use technique='separate'"
+        if problem.device != "cuda":
+            return f"its kernels need a CUDA device and the tensors are on {problem.device}; use backend='unfused'"
+        reason = launch.why_not(problem.arch) or shape_reason(problem)
+        if reason is None and problem.N > MAX_FEATURES:
+            reason = (
+                f"a group of {MAX_GROUP} blocks holds {MAX_FEATURES} out-features and the weight has {problem.N}; "
+                "use technique='separate'"
+            )
+        return reason or (cannot_run(problem) if problem.training else None)
+
+    def forward(self, problem: Problem, x, weight, bias, norm_weight, norm_bias, residual) -> tuple[Tensors, Tensors]:
+        with on_device_of(x):
+            out = forward(
+                x,
+                weight,
+                bias,
+                norm_weight,
+                norm_bias,
+                residual,
+                layer=problem.norm == "layer",
+                eps=resolve_eps(problem.eps, problem.dtype),
+                position=problem.residual,
+                write_z=problem.return_sum,
+                write_hat=problem.stores_hat,
+                saves=problem.training,
+            )
+        return (out.y, out.z), (out.mean, out.rstd, out.hat)
+
+    def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
+        # What is saved is the same for every technique of the op, so another one's kernels can compute the gradients.
+        from recsys_norm.kernels.norm.technique import Separate
+
+        return Separate().backward(problem, saved, grads, needs)
+
+
+def plan(K: int, N: int) -> Plan:
+    """How W is held, and how many columns a CTA has."""
+    if N <= MAX_GROUP * NARROW and K <= RESIDENT_K[-1]:
+        return Plan(NARROW, next(k for k in RESIDENT_K if k >= K) // 64)
+    return Plan(WIDE, 0)
+
+
+def kernel_name(dtype: str, layer: bool, plan: Plan) -> str:
+    shape = f"resident{plan.resident}" if plan.resident else "stream"
+    return f"postnorm_{'layer' if layer else 'rms'}_{dtype}_{plan.columns}_{shape}"
+
+
+def forward(
+    x: Tensor,  # [M, K], bf16 or fp16, row stride a multiple of 8
+    weight: Tensor,  # [N, K] contiguous
+    bias: Tensor | None,  # [N], like gamma and beta in x's dtype or fp32
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,  # [M, N], added at `position`
+    *,
+    layer: bool,
+    eps: float,
+    position: str | None,  # "before" or "after" the norm
+    write_z: bool = False,
+    write_hat: bool = False,
+    saves: bool = True,
+    config: Plan | None = None,  # instead of the shipped one, for tuning
+) -> Result:
+    """y, z if asked for, zhat if asked for, mean relative to the row's first value (layer norm only) and rstd."""
+    x, weight = aligned(x), aligned(weight.to(x.dtype))
+    (M, K), N = x.shape, weight.shape[0]
+    config = config or plan(K, N)
+    members, blocks = -(-N // config.columns), -(-M // TILE_ROWS)
+    groups = min(launch.multiprocessors(x.device) // members, blocks)
+    y = x.new_empty(M, N)
+    side = torch.empty_like(y) if write_z or write_hat else None
+    rstd = x.new_empty(M, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if layer else None
+    residual = None if residual is None else _readable(residual)
+    before, after = position == "before", position == "after"
+    vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
+    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
+    form = _HAT * write_hat + _SUM * write_z + _AFTER * after + _SAVE * saves
+    kernel = launch.get(kernel_name(NAMES[x.dtype], layer, config))
+    kernel(
+        members * groups,
+        *(x, weight, residual if before else y, y, y if side is None else side),
+        *(*vectors, mean, rstd, residual if after else None, message_space(x.device)),
+        *(residual.stride(0) if after else 0, M, N, -(-K // 64), members, groups, *kinds, int(before), form, eps),
+        cooperative=True,
+    )
+    return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
+
+
+def _readable(residual: Tensor) -> Tensor:
+    """The residual, or a copy where 16-byte reads of its rows do not fit."""
+    return aligned(residual if residual.stride(0) % 8 == 0 else residual.contiguous())
+
+
+def message_space(device: torch.device) -> Tensor:
+    """Memory for the messages. Launches of one stream follow each other, so they share it; a captured graph may be
+    replayed on any stream and gets its own."""
+    size = 2 + launch.multiprocessors(device) * _MESSAGES * 2
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size, dtype=torch.int64, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    if key not in _spaces:
+        _spaces[key] = torch.zeros(size, dtype=torch.int64, device=device)
+    return _spaces[key]

@@ -1,0 +1,99 @@
+"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_kernels.py."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper.dgrad import tma_ready
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned
+
+STEP = 64
+TILE_ROWS = 128
+TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then what is wider
+FINISH = {"few": 32, "many": 8}  # rows of dW that a program finishes
+FINISH_COLUMNS = 64
+MANY_SPLITS = 6
+
+
+class Plan(NamedTuple):
+    """How the rows are divided: fixed by the sizes, so that sums come out the same in every run."""
+
+    columns: int
+    tiles: int
+    col_tiles: int
+    steps: int
+    per_split: int
+    splits: int
+
+
+def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_COLUMNS) -> Plan:
+    columns = min(choice, key=lambda c: -(-K // c) * c)
+    col_tiles = -(-K // columns)
+    tiles = -(-N // TILE_ROWS) * col_tiles
+    steps = -(-M // STEP)
+    per_split = -(-steps // max(1, min(programs // tiles, steps)))
+    return Plan(columns, tiles, col_tiles, steps, per_split, -(-steps // per_split))
+
+
+class RowDots(NamedTuple):
+    """delta_m = sum_n dy_mn (y_mn - offset_n), computed on the way for the gradient of x."""
+
+    y: Tensor | None  # [M, N] contiguous
+    offset: Tensor | None  # [N] fp32: b' of the fold
+    delta: Tensor | None  # [M] fp32, written
+
+
+class Gradients(NamedTuple):
+    """dweight has the weight's dtype, the others are fp32."""
+
+    dweight: Tensor
+    dbias: Tensor
+    dgamma: Tensor
+    dbeta: Tensor
+
+
+def gradients(
+    dy: Tensor,  # [M, N], bf16 or fp16
+    x: Tensor,  # [M, K]
+    weight: Tensor,  # [N, K]
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
+    rstd: Tensor,  # [M] fp32
+    row_dots: RowDots | None = None,
+) -> Gradients:
+    """Of weight, bias, gamma and beta; those of absent parameters are what they would be for gamma = 1, beta = 0."""
+    dy, x = tma_ready(dy), tma_ready(x)
+    y, offset, delta = row_dots or RowDots(dy, None, None)
+    (M, N), K = dy.shape, x.shape[1]
+    p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
+    norm = "rms" if mean is None else "layer"
+    partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
+    sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
+    kernel = launch.get(f"dw_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
+    tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta)
+    kernel(p.tiles * p.splits, *tensors, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
+    return _finish(partial, sums, weight, gamma, beta, norm)
+
+
+def _finish(
+    partial: Tensor, sums: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, norm: str
+) -> Gradients:
+    splits, N, K = partial.shape
+    if any(t is not None and t.dtype != weight.dtype for t in (gamma, beta)):
+        weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))
+    weight, gamma, beta = (None if t is None else aligned(t.contiguous()) for t in (weight, gamma, beta))
+    form = "many" if splits >= MANY_SPLITS else "few"
+    row_blocks = -(-N // FINISH[form])
+    dweight = torch.empty_like(weight)
+    dbias = torch.empty(N, device=weight.device, dtype=torch.float32)
+    norms = torch.empty(row_blocks, 2, K, device=weight.device, dtype=torch.float32)
+    kernel = launch.get(f"dw_finish_{norm}_{NAMES[weight.dtype]}_{form}")
+    grid = (row_blocks, -(-K // FINISH_COLUMNS), 1)
+    kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums))
+    dgamma, dbeta = norms.sum(0)
+    return Gradients(dweight, dbias, dgamma, dbeta)

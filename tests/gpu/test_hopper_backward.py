@@ -1,0 +1,171 @@
+"""The Hopper backward of norm_linear on a GPU: the tolerance rule over the awkward inputs, gradients that are not
+needed, equal bits in a thousand launches, and more than 2^31 elements."""
+
+import pytest
+import torch
+from op_cases import tensors_for
+
+from recsys_norm import ops, reference
+from recsys_norm.kernels.hopper import backward, dgrad, launch, wgrad
+from recsys_norm.kernels.hopper.lazy import fold
+from recsys_norm.testing import check_op, relative_error
+
+ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs a Hopper GPU")
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NORMS = ["rms", "layer"]
+# One or more per form of the kernels, with sizes around their tiles.
+SIZES = [
+    (1, 8, 8), (3, 64, 24), (17, 128, 64), (63, 72, 200), (65, 256, 256), (127, 264, 2048), (129, 384, 384),
+    (300, 512, 512), (257, 1128, 760), (129, 2048, 128), (64, 520, 136), (1030, 1024, 1024), (4097, 256, 72),
+]  # fmt: skip
+
+
+def on_gpu(tensors):
+    return {n: t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for n, t in tensors.items()}
+
+
+@pytest.fixture
+def served(monkeypatch):
+    """Calls that the Hopper backward served."""
+    calls, original = [], backward.backward
+
+    def count(norm, saved, dy, needs):
+        calls.append(needs)
+        return original(norm, saved, dy, needs)
+
+    monkeypatch.setattr(backward, "backward", count)
+    return calls
+
+
+def check(tensors, norm, served, **options):
+    before = len(served)
+    check_op("norm_linear", on_gpu(tensors), {"norm": norm, **options}, {"technique": "hopper/lazy"})
+    assert len(served) == before + 1
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype,param_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16)])
+def test_sizes(norm, dtype, param_dtype, served):
+    for M, K, N in SIZES:
+        for mean in (0.0, 5.0):
+            tensors = tensors_for("norm_linear", M, K, N, norm=norm, dtype=dtype, param_dtype=param_dtype, mean=mean)
+            check(tensors, norm, served)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_without_affine_and_bias_and_small_values(norm, served):
+    for M, K, N in ((300, 512, 512), (129, 384, 256), (129, 1024, 256)):
+        tensors = tensors_for("norm_linear", M, K, N, norm=norm, dtype=BF16, affine=False, bias=False, scale=1e-3)
+        check(tensors, norm, served)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("K", [256, 384, 512, 760])
+def test_a11_large_mean(norm, K, served):
+    check(tensors_for("norm_linear", 300, K, 136, norm=norm, dtype=BF16, mean=100.0), norm, served)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("K", [256, 384, 512, 760])
+def test_a10_constant_rows(norm, K, served):
+    tensors = tensors_for("norm_linear", 300, K, 136, norm=norm, dtype=FP16)
+    with torch.no_grad():
+        for row, value in enumerate((0.0, 100.0, 65504.0, -65504.0)):
+            tensors["x"][row] = value
+        tensors["x"][4, ::2], tensors["x"][4, 1::2] = 65504.0, -65504.0
+    check(tensors, norm, served)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("K", [256, 760])
+def test_a20_only_what_is_needed(norm, K, served):
+    names = ["x", "weight", "bias", "norm_weight", "norm_bias"]
+    for needed in (["x"], ["weight"], ["bias"], ["norm_weight"], ["x", "bias"], names[:3], names[1:]):
+        tensors = tensors_for("norm_linear", 300, K, 136, norm=norm, dtype=BF16)
+        tensors = {n: t if t is None else t.detach().requires_grad_(n in needed) for n, t in tensors.items()}
+        check(tensors, norm, served)
+        assert served[-1] == tuple(n in needed and tensors[n] is not None for n in names)
+
+
+def test_a7_strides_and_expanded_gradients(served):
+    tensors = on_gpu(tensors_for("norm_linear", 300, 256, 256, dtype=BF16))
+    wide = torch.randn(300, 3 * 256 + 8, device="cuda").to(BF16)
+    for view in (wide[:, 256:512], wide[:, 8:264], wide.flip(0)[:, :256]):
+        found = []
+        for x in (view, view.contiguous().clone()):
+            leaves = {**tensors, "x": x.detach().requires_grad_()}
+            y = ops.norm_linear(**leaves, norm="layer", technique="hopper/lazy")
+            found.append(torch.autograd.grad(y.sum(), list(leaves.values())))
+        assert all(torch.equal(a, b) for a, b in zip(*found))
+    assert len(served) == 6
+
+
+def problem(M, K, N, layer, dtype=BF16):
+    """dy, x, weight, gamma, beta, mean, rstd for the kernels themselves."""
+    x, dy = torch.randn(M, K, device="cuda").to(dtype), torch.randn(M, N, device="cuda").to(dtype)
+    weight, gamma = (torch.randn(N, K, device="cuda") * K**-0.5).to(dtype), torch.randn(K, device="cuda").to(dtype)
+    shifted = x.float() - x[:, :1].float()
+    mean = shifted.mean(1) if layer else None
+    rstd = torch.rsqrt((shifted.var(1, correction=0) if layer else x.float().square().mean(1)) + 1e-5)
+    return dy, x, weight, gamma, gamma if layer else None, mean, rstd
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("K", [128, 256, 384, 512, 1024])
+def test_a26_a_thousand_launches_with_equal_bits(norm, K):
+    """Through every form of the kernels: clusters, persistent loops, rings that wrap many times."""
+    dy, x, weight, gamma, beta, mean, rstd = problem(128 * 150 + 17, K, 192, norm == "layer")
+    folded, offset = fold(weight, None, gamma, beta, BF16, centre=norm == "layer")
+    given = K > 512
+    y = torch.randn_like(dy) if given else None
+
+    def run():
+        dots = wgrad.RowDots(y, offset, torch.full_like(rstd, float("nan"))) if given else None
+        grads = wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, dots)
+        delta = dots.delta if given else None
+        return dgrad.dx(dy, folded, x, mean, rstd, delta), *grads, *([delta] if given else [])
+
+    first = run()
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for a, b in zip(run(), first):
+            different += (a != b).sum()
+    assert different.item() == 0
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_row_dots_alone_and_with_the_parameters(dtype):
+    dy, x, weight, gamma, beta, mean, rstd = problem(1003, 760, 520, True, dtype)
+    y, offset = torch.randn_like(dy), torch.randn(768, device="cuda")
+    together = wgrad.RowDots(y, offset, torch.full_like(rstd, float("nan")))
+    wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, together)
+    truth = (dy.double() * (y.double() - offset[:520].double())).sum(1)
+    for found in (together.delta, dgrad.row_dots(dy, y, offset)):
+        assert relative_error(found, truth) < 1e-5
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_a6_more_than_2_to_the_31_elements(norm):
+    M, K, N, tail = (1 << 31) // 512 + 1000, 512, 512, 700
+    if torch.cuda.mem_get_info()[0] < 16 * M * K:
+        pytest.skip("needs 34 GB of free memory")
+    small = on_gpu(tensors_for("norm_linear", tail, K, N, norm=norm, dtype=BF16))
+    small = {n: t if t is None else t.detach() for n, t in small.items()}
+    x = torch.zeros(M, K, device="cuda", dtype=BF16)
+    x[-tail:] = small["x"]
+    dy = torch.zeros(M, N, device="cuda", dtype=BF16)
+    dy[-tail:] = torch.randn(tail, N, device="cuda")
+    leaves = {n: t if t is None else t.clone().requires_grad_() for n, t in {**small, "x": x}.items()}
+    wanted = [n for n, t in leaves.items() if t is not None]
+    y = ops.norm_linear(**leaves, norm=norm, technique="hopper/lazy")
+    grads = dict(zip(wanted, torch.autograd.grad(y, [leaves[n] for n in wanted], dy)))
+    double = {n: t if t is None else t.double().requires_grad_() for n, t in small.items()}
+    truth = torch.autograd.grad(
+        reference.norm_linear(**double, norm=norm), [double[n] for n in wanted], dy[-tail:].double()
+    )
+    assert not grads["x"][:-tail].any()
+    for name, expected in zip(wanted, truth):
+        actual = grads[name][-tail:] if name == "x" else grads[name]
+        assert relative_error(actual, expected, rows=name == "x") < 1e-2, name
