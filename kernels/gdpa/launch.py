@@ -57,11 +57,11 @@ def _gpu(index: int) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
-def _device(tensor: Tensor) -> tuple[int, int]:
+def device_of(tensor: Tensor) -> tuple[int, int]:
     return _gpu(tensor.device.index) if tensor.is_cuda else (_INTERPRETED_ARCH, 1)
 
 
-def _on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
@@ -72,7 +72,7 @@ def check_supported(q: Tensor) -> None:
             f"the jagged attention kernel holds head widths up to {configs.MAX_WIDTH}, got {q.shape[2]}; "
             "use more heads, or implementation='eager'"
         )
-    arch = _device(q)[0]
+    arch = device_of(q)[0]
     if arch < 80:
         raise ValueError(
             f"the jagged attention kernel needs compute capability 8.0 or higher, this GPU has {arch / 10}; "
@@ -80,7 +80,7 @@ def check_supported(q: Tensor) -> None:
         )
 
 
-def _vector(tensors: Sequence[Tensor], d: int) -> int:
+def vector_of(tensors: Sequence[Tensor], d: int) -> int:
     """Elements per 16 bytes if every row of every tensor starts on such a boundary, else 1."""
     vector = 16 // tensors[0].element_size()
     aligned = d % vector == 0 and all(
@@ -117,16 +117,16 @@ def _heads(first: int, end: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t[:, first:end] for t in tensors)
 
 
-def _blocks(length: int, block: int) -> int:
+def block_count(length: int, block: int) -> int:
     return max(1, -(-length // block))
 
 
-def _programs(most: int, groups: int, slots: int) -> int:
+def program_count(most: int, groups: int, slots: int) -> int:
     """Programs per (sequence, head): enough to fill the GPU's slots a few times over, at most one per block."""
-    return max(1, min(most, _blocks(_WAVES * slots, groups)))
+    return max(1, min(most, block_count(_WAVES * slots, groups)))
 
 
-def _grid(programs: int) -> tuple[int]:
+def grid_of(programs: int) -> tuple[int]:
     if programs > _MAX_GRID:
         raise ValueError(f"the launch needs {programs} programs and CUDA allows {_MAX_GRID}; split the batch")
     return (programs,)
@@ -149,7 +149,7 @@ def forward(
     batch, d = q_offsets.numel() - 1, q.shape[2]
     if batch == 0 or q.numel() == 0:
         return out.zero_()
-    arch, sms = _device(q)
+    arch, sms = device_of(q)
     resident = configs.resident_block("forward", arch, d, q.element_size(), spec.max_k_len)
     if resident:
         kernel = forward_kernels.forward_resident
@@ -157,14 +157,14 @@ def forward(
     else:
         kernel = forward_kernels.forward_streamed
         config = config or configs.forward_streamed(arch, d, q.element_size())
-    vector = _vector((q, k, v, out), d)
-    with _on(q):
+    vector = vector_of((q, k, v, out), d)
+    with on_device(q):
         for first, end, code in spec.runs:
-            heads, blocks = end - first, _blocks(spec.max_q_len, config.block_m)
+            heads, blocks = end - first, block_count(spec.max_q_len, config.block_m)
             if resident:
-                blocks = programs or _programs(blocks, batch * heads, 2 * sms)
+                blocks = programs or program_count(blocks, batch * heads, 2 * sms)
             tensors = _heads(first, end, q, k, v, out)
-            kernel[_grid(batch * heads * blocks)](
+            kernel[grid_of(batch * heads * blocks)](
                 *tensors, q_offsets, k_offsets, *_strides(vector, *tensors),
                 batch, heads, blocks, q.shape[0], d // vector, *spec.scalars,
                 **_constants(q, config, code, spec, vector),
@@ -189,11 +189,11 @@ def backward(
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q_offsets.numel() == 1 or q.numel() + k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    arch = _device(q)[0]
+    arch = device_of(q)[0]
     resident = configs.resident_block("backward", arch, q.shape[2], q.element_size(), spec.max_k_len)
     if resident:
         config = config or configs.backward_resident(arch, q.shape[2], resident)
-    with _on(q):
+    with on_device(q):
         for first, end, code in spec.runs:
             tensors = _heads(first, end, q, k, v, grad, dq, dk, dv)
             if resident:
@@ -207,8 +207,8 @@ def _launch_backward(kernel, config, programs, tensors, dk_split, q_offsets, k_o
     """One backward kernel on views of (q, k, v, grad, dq, dk, dv), with `programs` per sequence and head."""
     q, k, v, grad, dq, dk, dv = tensors
     batch, heads, d = q_offsets.numel() - 1, q.shape[1], q.shape[2]
-    vector = _vector((q, k, v, grad, dq, dk, dv), d)
-    kernel[_grid(batch * heads * programs)](
+    vector = vector_of((q, k, v, grad, dq, dk, dv), d)
+    kernel[grid_of(batch * heads * programs)](
         q, k, v, grad, dq, dk, dv, q_offsets, k_offsets, *_strides(vector, q, k, v, grad, dq, dk), dk_split,
         batch, heads, programs, q.shape[0], k.shape[0], d // vector, *spec.scalars,
         **_constants(q, config, code, spec, vector),
@@ -217,11 +217,11 @@ def _launch_backward(kernel, config, programs, tensors, dk_split, q_offsets, k_o
 
 def _backward_resident(tensors, q_offsets, k_offsets, spec, code, config, splits) -> None:
     q, dk, dv = tensors[0], *tensors[5:]
-    sms = _device(q)[1]
+    sms = device_of(q)[1]
     groups = (q_offsets.numel() - 1) * q.shape[1]
     if splits is None:
         # A split costs a partial sum of dk and dv, so only a batch too small to fill the GPU is split.
-        splits = 1 if groups >= 2 * sms else _programs(_blocks(spec.max_q_len, 512), groups, sms // 2)
+        splits = 1 if groups >= 2 * sms else program_count(block_count(spec.max_q_len, 512), groups, sms // 2)
     kernel = backward_kernels.backward_resident
     if splits == 1:
         _launch_backward(kernel, config, 1, tensors, 0, q_offsets, k_offsets, spec, code)
@@ -235,12 +235,12 @@ def _backward_resident(tensors, q_offsets, k_offsets, spec, code, config, splits
 
 def _backward_streamed(tensors, q_offsets, k_offsets, spec, code) -> None:
     q = tensors[0]
-    size = (_device(q)[0], q.shape[2], q.element_size())
+    size = (device_of(q)[0], q.shape[2], q.element_size())
     config = configs.backward_dq(*size)
-    programs = _blocks(spec.max_q_len, config.block_m)
+    programs = block_count(spec.max_q_len, config.block_m)
     _launch_backward(backward_kernels.backward_dq, config, programs, tensors, 0, q_offsets, k_offsets, spec, code)
     config = configs.backward_dkdv(*size)
-    programs = _blocks(spec.max_k_len, config.block_n)
+    programs = block_count(spec.max_k_len, config.block_n)
     _launch_backward(backward_kernels.backward_dkdv, config, programs, tensors, 0, q_offsets, k_offsets, spec, code)
 
 
@@ -249,7 +249,7 @@ def zero_slack(tensor: Tensor, offsets: Tensor) -> None:
     if tensor.numel() == 0:
         return
     width = tensor.numel() // tensor.shape[0]
-    with _on(tensor):
-        slack_kernels.zero_slack[(2 * _device(tensor)[1],)](
+    with on_device(tensor):
+        slack_kernels.zero_slack[(2 * device_of(tensor)[1],)](
             tensor, offsets, offsets.numel() - 1, tensor.shape[0], width, BLOCK=4096, num_warps=4
         )

@@ -20,7 +20,7 @@ BACKENDS = ("unfused", "compiled", "naive", "fused")
 ON_UNSUPPORTED = ("raise", "fallback")
 
 # Kernel packages with a `techniques()` that lists (op, technique) pairs.
-_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred", "hopper")
+_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred", "hopper", "flashnorm")
 
 # The order in which `fused` tries techniques where nothing near the problem was measured (`choices`), best first.
 _ORDER: dict[str, tuple[str, ...]] = {
@@ -28,7 +28,7 @@ _ORDER: dict[str, tuple[str, ...]] = {
     "norm_linear": ("separate", "lazy", "naive"),
     "linear_norm": ("separate", "naive", "cluster", "two_kernel"),
     "linear_norm_linear": ("separate", "deferred", "naive"),
-    "norm_attention": ("flashnorm", "separate"),
+    "norm_attention": ("separate", "flashnorm"),
 }
 
 _techniques: dict[str, list[Technique]] = {}
