@@ -5,8 +5,8 @@ are for training, the next 10% for validation, the last 10% for the test. The hi
 earlier interactions with their ratings, the latest `max_len` of them, oldest first; it crosses the borders of the
 splits, as it would in service. With `strict_history` only events with an earlier timestamp count.
 
-Ids that the training split lacks share id 0 of their table. `statistics="online"` adds dense features, each computed
-from earlier rows only (see `movielens_statistics`).
+Ids that the training split lacks share id 0 of their table. `statistics` adds dense features, each computed from
+earlier rows only: "online" those of `movielens_statistics`, "collaborative" also those of `movielens_collaborative`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 from recsys_norm.data.batch import Batch, jagged
 from recsys_norm.data.config import MovieLensConfig
 from recsys_norm.data.loader import Loader
-from recsys_norm.data.movielens_files import Interactions, locate, read
+from recsys_norm.data.movielens_collaborative import collaborative_statistics, content_of
+from recsys_norm.data.movielens_files import Interactions, Item, locate, read
 from recsys_norm.data.movielens_statistics import STATISTICS, online_statistics
 from recsys_norm.data.schema import Event, IdFeature, Schema, Table
 
@@ -41,7 +42,7 @@ class MovieLens:
         self.config = MovieLensConfig(**options)
         _check(self.config)
         self.path = locate(self.config.path)
-        self.columns = Columns(read(self.path), self.config)
+        self.columns = Columns(read(self.path, self.config.damaged), self.config)
 
     @cached_property
     def schema(self) -> Schema:
@@ -85,7 +86,7 @@ class MovieLens:
 
     def _loader(self, split, batch_size, rank, world_size, pin_memory, *, seed=None, epoch=0) -> Loader:
         return Loader(
-            MovieLensRows(self.columns, split, seed),
+            MovieLensRows(self.columns, split, seed, 0.0 if seed is None else self.config.history_dropout),
             batch_size,
             rank=rank,
             world_size=world_size,
@@ -115,11 +116,7 @@ class Columns:
         self.level = np.clip(np.rint(self.rating * 2), 0, RATING_LEVELS - 1).astype(np.int64)
         self._find_histories(config)
         self.sparse = self._sparse_features(data, config.features, ends[0])
-        self.dense = np.empty((n, 0), dtype=np.float32)
-        if config.statistics == "online":
-            self.dense = online_statistics(
-                self.user, self.raw_item, self.label, self.time, strict=config.strict_history
-            )
+        self.dense = self._statistics(data, config)
 
     def _find_histories(self, config: MovieLensConfig) -> None:
         self.by_user = np.argsort(self.user, kind="stable")
@@ -132,6 +129,19 @@ class Columns:
         start = np.searchsorted(user, self.user)  # where the user's rows begin
         self.history_end = end
         self.history_begin = np.maximum(start, end - config.max_len)
+
+    def _statistics(self, data: Interactions, config: MovieLensConfig) -> np.ndarray:
+        if config.statistics == "none":
+            return np.empty((len(self.user), 0), dtype=np.float32)
+        strict = config.strict_history
+        features = online_statistics(self.user, self.raw_item, self.label, self.time, strict=strict)
+        if config.statistics == "online":
+            return features
+        user = np.unique(self.user, return_inverse=True)[1]
+        raw, item = np.unique(self.raw_item, return_inverse=True)
+        content = content_of([data.items.get(i, Item()) for i in raw.tolist()])
+        more = collaborative_statistics(user, item, self.rating, self.time, content, strict=strict)
+        return np.concatenate([features, more], 1)
 
     def _sparse_features(
         self, data: Interactions, wanted: list[str], n_train: int
@@ -166,12 +176,16 @@ class Columns:
 
 
 class MovieLensRows:
-    """Rows of one split, in time order or, with a seed, shuffled anew each epoch; see `loader.Rows`."""
+    """Rows of one split, in time order or, with a seed, shuffled anew each epoch; see `loader.Rows`.
 
-    def __init__(self, columns: Columns, split: str, seed: int | None = None) -> None:
+    history_dropout: share of the events to leave out, which a seed, the epoch and the position decide.
+    """
+
+    def __init__(self, columns: Columns, split: str, seed: int | None = None, history_dropout: float = 0.0) -> None:
         self.columns = columns
         self.begin, self.end = columns.bounds[split]
         self.seed = seed
+        self.history_dropout = history_dropout
         self._order: tuple[int, np.ndarray] | None = None
 
     def __len__(self) -> int:
@@ -182,6 +196,11 @@ class MovieLensRows:
         row = self._rows(epoch, begin, end)
         at = self.begin + row
         events, lengths = ranges(columns.history_begin[at], columns.history_end[at] - columns.history_begin[at])
+        if self.history_dropout:
+            random = np.random.default_rng([self.seed, epoch, begin, 1])
+            kept = random.random(len(events)) >= self.history_dropout
+            lengths = np.bincount(np.repeat(np.arange(n), lengths)[kept], minlength=n)
+            events = events[kept]
         events = columns.by_user[events]
         sparse = {}
         for name, (_, ids, first, length) in columns.sparse.items():
@@ -237,6 +256,8 @@ def _user_column(data: Interactions, name: str, user: np.ndarray) -> np.ndarray:
 
 
 def _check(config: MovieLensConfig) -> None:
+    if config.damaged not in ("raise", "skip"):
+        raise ValueError(f"data.damaged must be raise or skip, got {config.damaged!r}")
     if config.statistics not in STATISTICS:
         raise ValueError(f"data.statistics must be one of {', '.join(STATISTICS)}, got {config.statistics!r}")
     unknown = [name for name in config.features if name not in FEATURES]
@@ -245,6 +266,8 @@ def _check(config: MovieLensConfig) -> None:
     for name in ("batch_size", "max_len"):
         if getattr(config, name) < 1:
             raise ValueError(f"data.{name} must be at least 1, got {getattr(config, name)}")
+    if not 0 <= config.history_dropout < 1:
+        raise ValueError(f"data.history_dropout must lie in [0, 1), got {config.history_dropout}")
     shares = config.train_share, config.validation_share
     if min(shares) <= 0 or sum(shares) >= 1:
         raise ValueError(f"data.train_share and data.validation_share must leave rows for the test, got {shares}")

@@ -1,8 +1,9 @@
-"""Reads MovieLens files: the 100K and 1M layouts of GroupLens and RecBole's atomic files.
+"""Reads MovieLens files: the 100K, 1M and 20M/25M layouts of GroupLens and RecBole's atomic files.
 
     folder holds       ratings                              items                               users
     u.data             user \t item \t rating \t time       u.item   id|title|date|..|flags     u.user   id|age|gender|job|zip
     ratings.dat        user::item::rating::time             movies.dat  id::title::A|B          users.dat  id::gender::age::job::zip
+    ratings.csv        userId,movieId,rating,timestamp      movies.csv  movieId,title,A|B
     *.inter            the same four columns, by name       *.item   by column name             *.user   by column name
 
 Items and users are optional: what a folder lacks is left out.
@@ -10,14 +11,19 @@ Items and users are optional: what a folder lacks is left out.
 
 from __future__ import annotations
 
+import csv
 import importlib.util
+import logging
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-RATINGS = ("u.data", "ratings.dat", "*.inter")
+from recsys_norm.data.errors import Damaged, DataError, damage
+
+log = logging.getLogger(__name__)
+RATINGS = ("u.data", "ratings.dat", "ratings.csv", "*.inter")
 GENRES_100K = (
     "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical "
     "Mystery Romance Sci-Fi Thriller War Western"
@@ -74,27 +80,37 @@ def _inside_recbole() -> Path:
     )
 
 
-def read(ratings: Path) -> Interactions:
-    """Read a ratings file and the item and user files beside it."""
-    folder = ratings.parent
+def read(ratings: Path, damaged: str = "raise") -> Interactions:
+    """Read a ratings file and the item and user files beside it.
+
+    Raises DataError for a damaged row, unless `damaged` is "skip": then such rows are left out, and a warning says so.
+    """
+    folder, left_out = ratings.parent, Damaged(damaged == "raise")
     if ratings.name == "u.data":
-        data = _interactions(ratings, b"\t", None)
+        data = _interactions(ratings, b"\t", None, left_out)
         data.items = _items_100k(folder / "u.item")
         data.users = _users(folder / "u.user", "|", ("id", "age", "gender", "occupation", "zip"))
     elif ratings.suffix == ".dat":
-        data = _interactions(ratings, b"::", None)
+        data = _interactions(ratings, b"::", None, left_out)
         data.items = _items_1m(folder / "movies.dat")
         data.users = _users(folder / "users.dat", "::", ("id", "gender", "age", "occupation", "zip"))
+    elif ratings.suffix == ".csv":
+        data = _interactions_csv(ratings, left_out)
+        data.items = _items_csv(folder / "movies.csv")
     elif ratings.suffix == ".inter":
-        data = _interactions(ratings, b"\t", ("user_id", "item_id", "rating", "timestamp"))
+        data = _interactions(ratings, b"\t", ("user_id", "item_id", "rating", "timestamp"), left_out)
         data.items = _items_atomic(ratings.with_suffix(".item"))
         data.users = _users_atomic(ratings.with_suffix(".user"))
     else:
         raise ValueError(f"data.path: {str(ratings)!r} is none of the known ratings files: {', '.join(RATINGS)}")
+    if len(data.user) == 0:
+        raise DataError(f"{ratings}: no ratings in the file that could be used")
+    if left_out.total:
+        log.warning(damage(left_out.counts, left_out.rows[:5]))
     return data
 
 
-def _interactions(path: Path, separator: bytes, header: tuple[str, ...] | None) -> Interactions:
+def _interactions(path: Path, separator: bytes, header: tuple[str, ...] | None, damaged: Damaged) -> Interactions:
     """Four numeric columns; with `header`, they are found by name in the first line (`name:type`)."""
     lines = path.read_bytes().replace(b"\r\n", b"\n").replace(separator, b"\t").decode("latin-1").split("\n")
     columns: tuple[int, ...] = (0, 1, 2, 3)
@@ -110,13 +126,56 @@ def _interactions(path: Path, separator: bytes, header: tuple[str, ...] | None) 
         raise ValueError(f"{path}: no ratings in the file")
     try:
         table = np.loadtxt(body, delimiter="\t", usecols=columns, dtype=np.float64, ndmin=2, comments=None)
-    except ValueError as error:
-        raise ValueError(f"{path}: a damaged line, {error} (counted without header and empty lines)") from None
+    except ValueError:
+        table = np.full((1, 4), np.nan)
+    if not _usable(table).all():
+        table = _line_by_line(path, lines, first, columns, damaged)
+    return _as_interactions(table)
+
+
+def _line_by_line(path: Path, lines: list[str], first: int, columns: tuple[int, ...], damaged: Damaged) -> np.ndarray:
+    """[n, 4] from the lines that are whole; the others are reported with their number."""
+    rows = []
+    for number, line in enumerate(lines[first:], first + 1):
+        fields = line.split("\t")
+        if not line:
+            continue
+        if len(fields) <= max(columns):
+            damaged.add(str(path), "line", number, f"{len(fields)} columns, {max(columns) + 1} or more are needed")
+            continue
+        try:
+            row = [float(fields[column]) for column in columns]
+        except ValueError as error:
+            damaged.add(str(path), "line", number, str(error))
+            continue
+        if not _usable(np.array([row]))[0]:
+            text = f"ids and times must be whole numbers and ratings finite, got {line!r}"
+            damaged.add(str(path), "line", number, text)
+            continue
+        rows.append(row)
+    return np.array(rows, dtype=np.float64).reshape(-1, 4)
+
+
+def _usable(table: np.ndarray) -> np.ndarray:
+    with np.errstate(invalid="ignore"):
+        return np.isfinite(table).all(1) & ((table[:, [0, 1, 3]] % 1) == 0).all(1)
+
+
+def _as_interactions(table: np.ndarray) -> Interactions:
     user, item, rating, time = table.T
-    if not np.isfinite(table).all() or (table[:, [0, 1, 3]] % 1).any():
-        row = int(np.flatnonzero(~np.isfinite(table).all(1) | (table[:, [0, 1, 3]] % 1).any(1))[0])
-        raise ValueError(f"{path}: ids and times must be whole numbers and ratings finite, got {body[row]!r}")
     return Interactions(user.astype(np.int64), item.astype(np.int64), rating.copy(), time.astype(np.int64))
+
+
+def _interactions_csv(path: Path, damaged: Damaged) -> Interactions:
+    """20M and 25M: too many lines for a list of them."""
+    from recsys_norm.data.blocks import TextFormat, text_blocks
+
+    columns, parts = ("userId", "movieId", "rating", "timestamp"), [np.empty((0, 4))]
+    for block in text_blocks(path, TextFormat(",", quotes=True), columns, damaged, 16 << 20):
+        table = np.stack([block.numbers(name, required=True) for name in columns], 1)
+        block.reject(~_usable(table), lambda i: "ids and times must be whole numbers")
+        parts.append(table[block.ok])
+    return _as_interactions(np.concatenate(parts))
 
 
 def _table(path: Path, separator: str) -> list[list[str]]:
@@ -140,6 +199,18 @@ def _items_100k(path: Path) -> dict[int, Item]:
 
 def _items_1m(path: Path) -> dict[int, Item]:
     return {int(row[0]): Item(_year(row[1]), tuple(row[-1].split("|"))) for row in _table(path, "::")}
+
+
+def _items_csv(path: Path) -> dict[int, Item]:
+    if not path.is_file():
+        return {}
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    none = "(no genres listed)"
+    return {
+        int(row["movieId"]): Item(_year(row["title"]), tuple(g for g in row["genres"].split("|") if g != none))
+        for row in rows
+    }
 
 
 def _users(path: Path, separator: str, names: tuple[str, ...]) -> dict[int, dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-STATISTICS = ("none", "online")
+STATISTICS = ("none", "online", "collaborative")
 PRIOR = 5.0  # rows that a smoothed mean starts with, all at the mean of everything seen so far
 
 
@@ -31,7 +31,7 @@ def online_statistics(
 def _before(group: np.ndarray, label: np.ndarray, time: np.ndarray, strict: bool) -> tuple[np.ndarray, np.ndarray]:
     """Number of earlier rows of the same group, and the sum of their labels."""
     order = np.argsort(group, kind="stable")
-    known, start = _known(group[order], time[order], strict)
+    known, start = known_rows(group[order], time[order], strict)
     total = np.concatenate([[0.0], np.cumsum(label[order], dtype=np.float64)])
     count, positive = np.empty(len(group)), np.empty(len(group))
     count[order] = known - start
@@ -41,13 +41,13 @@ def _before(group: np.ndarray, label: np.ndarray, time: np.ndarray, strict: bool
 
 def _since_last(user: np.ndarray, time: np.ndarray, strict: bool) -> np.ndarray:
     order = np.argsort(user, kind="stable")
-    known, start = _known(user[order], time[order], strict)
+    known, start = known_rows(user[order], time[order], strict)
     gap = np.empty(len(user))
     gap[order] = np.where(known > start, time[order] - time[order][np.maximum(known - 1, 0)], 0)
     return gap
 
 
-def _known(group: np.ndarray, time: np.ndarray, strict: bool) -> tuple[np.ndarray, np.ndarray]:
+def known_rows(group: np.ndarray, time: np.ndarray, strict: bool) -> tuple[np.ndarray, np.ndarray]:
     """For rows sorted by group, then time: rows start[i] .. known[i] - 1 are the earlier ones of row i's group."""
     place = np.arange(len(group))
     new = np.concatenate([[True], group[1:] != group[:-1]])

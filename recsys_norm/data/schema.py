@@ -45,6 +45,8 @@ class Schema:
     tasks: names of the label columns; the first one is the main task.
     base_rate: share of positive labels of the main task in the training split (the entropy of NE), None if unknown.
     bayes_auc: the AUC that the true probabilities reach, None if unknown.
+    logit_shift: added to the main task's logits in training, where the split lacks negatives which the model's own
+        logits account for: log(1 / the share of negatives that was kept).
 
     Raises ValueError for repeated names, an unknown table, or a table that pooled and sequence features share.
     """
@@ -57,6 +59,7 @@ class Schema:
     tasks: tuple[str, ...] = ("label",)
     base_rate: float | None = None
     bayes_auc: float | None = None
+    logit_shift: float = 0.0
 
     def __post_init__(self) -> None:
         _require_unique("table", [table.name for table in self.tables])

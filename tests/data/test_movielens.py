@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from recsys_norm.data import movielens_collaborative as collaborative
 from recsys_norm.data import movielens_files
 from recsys_norm.data.movielens import FEATURES, MovieLens
 from recsys_norm.data.movielens_files import locate, read
@@ -104,10 +105,77 @@ def test_online_statistics(make, strict):
     np.testing.assert_allclose(columns.dense, statistics_by_loop(columns, strict), atol=1e-6)
 
 
+def collaborative_by_loop(columns, content, strict):
+    """The features of `collaborative_statistics`, each row from a ridge regression of its own on its user's past."""
+    n, result = len(columns.user), []
+    user, item = (np.unique(ids, return_inverse=True)[1] for ids in (columns.user, columns.raw_item))
+    model, edges = collaborative.FactorModel(user.max() + 1, content), set(np.linspace(0, n, 21).astype(int).tolist())
+    if strict:
+        edges = {next(j for j in range(n) if columns.time[j] == columns.time[edge]) for edge in edges if edge < n}
+    miss = np.zeros(n)
+    for i in range(n):
+        if i in edges:
+            model.fit(user[:i], item[:i], columns.rating[:i])
+            features = model.x.copy()
+            features[~np.isin(np.arange(len(features)), item[:i]), : collaborative.FACTORS] = 0
+        known = [j for j in range(i) if user[j] == user[i] and (not strict or columns.time[j] < columns.time[i])]
+        x = features[item[known]]
+        left = columns.rating[known] - model.mean - model.item_bias[item[known]]
+        w = np.linalg.solve(x.T @ x + model.ridge, x.T @ left)
+        score = model.item_bias[item[i]] + features[item[i]] @ w
+        miss[i] = columns.rating[i] - model.mean - score
+        average = 0.0
+        for j in known:
+            average += collaborative.RECENT * (miss[j] - average)
+        result.append([score, score - model.item_bias[item[i]] - w[-1], w[-1], average])
+    return np.array(result)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_collaborative_statistics(make, movielens_folder, strict, monkeypatch):
+    # The ratings of this file are noise, of which stronger ridges leave v = 0.
+    monkeypatch.setattr(collaborative, "RIDGE_FACTOR", 0.5)
+    lines = [f"{i}\t{1990 + i % 9}\t{'War' if i % 2 else 'Drama'}" for i in range(1, 51)]
+    header = "item_id:token\trelease_year:token\tclass:token_seq"
+    (movielens_folder / "toy.item").write_text("\n".join([header, *lines]) + "\n")
+    columns = make(statistics="collaborative", strict_history=strict).columns
+    online = make(statistics="online", strict_history=strict).columns.dense
+    np.testing.assert_array_equal(columns.dense[:, : online.shape[1]], online)
+    items = np.unique(columns.raw_item).tolist()
+    content = np.array([[i % 2 == 0, i % 2, (i % 9) / 20] for i in items])
+    expected = collaborative_by_loop(columns, content, strict)
+    np.testing.assert_allclose(columns.dense[:, online.shape[1] :], expected, atol=1e-5)
+    assert (np.abs(expected).max(0) > 0.5).all()
+
+
+def test_content_of_items():
+    items = [movielens_files.Item(2000, ("Drama", "War")), movielens_files.Item(None, ("War",)), movielens_files.Item()]
+    np.testing.assert_array_equal(collaborative.content_of(items), [[1, 1, 0.5], [0, 1, 0], [0, 0, 0]])
+
+
+def test_history_dropout_is_for_training_and_new_in_each_epoch(make):
+    whole, thinned = make(), make(history_dropout=0.5)
+    loader, plain = thinned.train_loader(seed=3), whole.train_loader(seed=3)
+    seen = []
+    for _ in range(2):
+        kept = np.zeros((2, 320), dtype=np.int64)  # events with and without, by row
+        for few, all_ in zip(loader, plain, strict=True):
+            lengths = few.ids["long.item"].lengths()
+            assert torch.equal(lengths, few.ids["long.rating"].lengths()) and len(few.ages["long"]) == lengths.sum()
+            kept[0, few.row], kept[1, all_.row] = lengths, all_.ids["long.item"].lengths()
+        seen.append(kept[0])
+        assert (kept[0] <= kept[1]).all() and 0.4 < kept[0].sum() / kept[1].sum() < 0.6
+    assert not np.array_equal(seen[0], seen[1])
+    for batch in thinned.train_loader(seed=3):  # a function of seed, epoch and position
+        np.testing.assert_array_equal(batch.ids["long.item"].lengths(), seen[0][batch.row])
+    for few, all_ in zip(thinned.eval_loader("test"), whole.eval_loader("test"), strict=True):
+        assert torch.equal(few.ids.values(), all_.ids.values())
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_no_feature_knows_a_later_or_its_own_label(make, movielens_folder, strict):
     """Shuffling the ratings from a row on changes no feature at or before it, and does change later ones."""
-    options = dict(statistics="online", strict_history=strict, features=list(FEATURES))
+    options = dict(statistics="collaborative", strict_history=strict, features=list(FEATURES))
     before = make(**options)
     data = read(movielens_folder / "toy.inter")
     order = np.argsort(data.time, kind="stable")
@@ -168,13 +236,33 @@ def test_all_layouts_give_the_same_batches(tmp_path, movielens_folder):
         assert torch.equal(batch.label, other.label) and torch.equal(batch.ages["long"], other.ages["long"])
 
 
+def test_the_csv_layout_of_20m_and_25m(tmp_path, movielens_folder):
+    data, folder = read(movielens_folder / "toy.inter"), tmp_path / "25m"
+    folder.mkdir()
+    rows = list(zip(data.user, data.item, data.rating / 2, data.time))
+    lines = ["userId,movieId,rating,timestamp", *(",".join(map(str, row)) for row in rows)]
+    (folder / "ratings.csv").write_text("\n".join(lines) + "\n")
+    genres = {i: ("Drama", "Sci-Fi") if i % 3 else ("(no genres listed)",) for i in range(1, 51)}
+    films = [f'{i},"Amélie, ""or"": ({1990 + i % 7})",{"|".join(genres[i])}' for i in range(1, 51)]
+    (folder / "movies.csv").write_text("\n".join(["movieId,title,genres", *films]) + "\n")
+    found = read(locate(str(folder)))
+    assert list(zip(found.user, found.item, found.rating, found.time)) == rows
+    assert {i: item.genres for i, item in found.items.items() if item.genres} == {i: genres[i] for i in genres if i % 3}
+    assert all(item.year == 1990 + i % 7 for i, item in found.items.items())
+    module = MovieLens(batch_size=400, path=str(folder), max_len=8, min_rating=2.0)
+    same = MovieLens(batch_size=400, path=str(movielens_folder), max_len=8)
+    a, b = next(iter(module.train_loader())), next(iter(same.train_loader()))
+    assert torch.equal(a.label, b.label) and torch.equal(a.ids["long.item"].values(), b.ids["long.item"].values())
+    assert [feature.name for feature in module.schema.sparse] == ["genre", "year"]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [
         ("", "no ratings"),
-        ("1\t2\t3\t4\n1\tx\t3\t4\n", "u.data: a damaged line.*'x'"),
-        ("1\t2\t3\t4\n1\t2\t3\n", "u.data: a damaged line"),
-        ("1\t2\tnan\t4\n", "ratings finite, got '1.*nan.*4'"),
+        ("1\t2\t3\t4\n1\tx\t3\t4\n", "u.data, line 2: .*'x'.*data.damaged=skip"),
+        ("1\t2\t3\t4\n1\t2\t3\n", "u.data, line 2: 3 columns"),
+        ("1\t2\tnan\t4\n", "line 1: .*ratings finite, got '1.*nan.*4'"),
         ("1.5\t2\t3\t4\n", "whole numbers.*got '1.5"),
         ("1\t2\t3\t4\n1\t3\t3\t5\n", "2 interactions leave no row for the validation split"),
     ],
@@ -183,6 +271,23 @@ def test_damaged_files_are_named(tmp_path, text, message):
     (tmp_path / "u.data").write_text(text)
     with pytest.raises(ValueError, match=message):
         MovieLens(batch_size=4, path=str(tmp_path))
+
+
+@pytest.mark.parametrize("name, separator", [("u.data", "\t"), ("ratings.dat", "::"), ("ratings.csv", ",")])
+def test_damaged_rows_are_skipped_and_reported(tmp_path, caplog, name, separator):
+    rows = [(1 + i % 7, 1 + i % 5, 1 + i % 5, 1000 + i) for i in range(60)]
+    lines = [separator.join(map(str, row)) for row in rows]
+    bad = {4: "1.5 2 3 9", 9: "1 2 3", 20: "1 x 3 9", 31: "1 2 nan 9"}
+    for place, text in bad.items():
+        lines.insert(place, separator.join(text.split()))
+    head = ["userId,movieId,rating,timestamp"] if name.endswith("csv") else []
+    (tmp_path / name).write_text("\n".join([*head, *lines, ""]))
+    with caplog.at_level("WARNING"):
+        data = read(tmp_path / name, "skip")
+    assert list(zip(data.user, data.item, data.rating, data.time)) == rows
+    assert "4 damaged rows" in caplog.text
+    for place in bad:
+        assert f"{name}, line {place + 1 + len(head)}: " in caplog.text
 
 
 def test_missing_column_is_named(tmp_path):
@@ -206,6 +311,7 @@ def test_missing_data_names_the_command(monkeypatch, tmp_path):
     [
         ({"statistics": "all"}, "data.statistics.*'all'"),
         ({"features": ["genre", "mood"]}, "'mood'"),
+        ({"history_dropout": 1.0}, "data.history_dropout must lie in .* got 1.0"),
         ({"max_len": 0}, "data.max_len must be at least 1, got 0"),
         ({"train_share": 0.95, "validation_share": 0.05}, "leave rows for the test"),
     ],
