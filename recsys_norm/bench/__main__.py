@@ -1,4 +1,4 @@
-"""`python -m recsys_norm.bench ops`: measure the ops on this machine's GPU."""
+"""`python -m recsys_norm.bench ops|train|compare`: measure ops or training steps, or compare finished runs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,50 @@ def main(argv: list[str] | None = None) -> int:
     ops.add_argument("--rows", type=int, default=262144, help="M")
     ops.add_argument("--launches", type=int, default=200, help="of each candidate, over all runs")
     ops.add_argument("--runs", type=int, default=5, help="fresh processes")
+    ops.add_argument("--techniques", default="all", help="'all', or provider/name,... to time beside the backends")
+    ops.add_argument(
+        "--jobs", type=int, default=0, help="processes that compile everything at once before the first run"
+    )
+    ops.add_argument("--retune", action="store_true", help="write the measured winners to the table that 'fused' uses")
     ops.add_argument("--out", type=Path, default=Path("outputs/bench"))
     ops.add_argument("--name", default="ops")
     ops.add_argument("--child", help=argparse.SUPPRESS)
+    train = commands.add_parser("train", help="time training steps of the backends with fixed settings")
+    train.add_argument("--models", default="kunlun_base")
+    train.add_argument("--backends", default="unfused,compiled,naive,fused")
+    train.add_argument("--attention", default="fused", help="fused, eager or both")
+    train.add_argument("--rounds", type=int, default=1, help="runs of each path, in alternating order")
+    train.add_argument("--out", type=Path, default=Path("outputs/bench"))
+    train.add_argument("--name", default="train")
+    train.add_argument("overrides", nargs="*", help="further settings of train.py, as key=value")
+    compare = commands.add_parser("compare", help="table, comparison.json and picture from finished runs")
+    compare.add_argument("runs", nargs="+", type=Path, help="run or sweep folders, or JSON files of summaries")
+    compare.add_argument("--out", type=Path, help="default: the first folder")
     arguments = parser.parse_args(argv)
+    if arguments.command == "train":
+        from recsys_norm.bench import train
 
+        names = ("models", "backends", "attention", "rounds", "out", "name", "overrides")
+        return train.run(**{name: getattr(arguments, name) for name in names})
+    if arguments.command == "compare":
+        return _compare(arguments.runs, arguments.out)
+    return _ops(arguments)
+
+
+def _compare(runs: list[Path], out: Path | None) -> int:
+    from recsys_norm.bench import compare, compare_report, compare_runs
+
+    try:
+        comparison = compare.compare(compare_runs.load(runs))
+    except compare_runs.CompareError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    first = runs[0] if runs[0].is_dir() else runs[0].parent
+    print(compare_report.report(comparison, out or first))
+    return 0
+
+
+def _ops(arguments: argparse.Namespace) -> int:
     import torch
 
     if not torch.cuda.is_available():
@@ -36,9 +75,18 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     norms, shapes = arguments.norm.split(","), bench.shapes_of(arguments.shapes)
     cases = [c for op in arguments.op.split(",") for c in bench.default_cases(arguments.rows, op, norms, shapes)]
-    result = bench.run(cases, arguments.direction.split(","), arguments.launches, arguments.runs)
+    wanted = None if arguments.techniques == "all" else arguments.techniques.split(",")
+    settings = {"directions": arguments.direction.split(","), "techniques": wanted}
+    if arguments.jobs:
+        bench.compile_ahead(cases, settings, arguments.jobs)
+    result = bench.run(cases, settings, arguments.launches, arguments.runs)
     bench.write(result, arguments.out, arguments.name)
     print(bench.table(result["records"]))
+    if arguments.retune:
+        from recsys_norm.ops import choices
+
+        major, minor = torch.cuda.get_device_capability()
+        print(f"wrote {choices.update(bench.winners(result['records']), 10 * major + minor, result['env'])}")
     return 0
 
 
