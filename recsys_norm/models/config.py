@@ -62,6 +62,8 @@ class ModelConfig:
         fmb_rank, made by an MLP of width mlp_dim. head_tokens: tokens that the head reads.
     comp_skip: alternate self-attention with PFFN and pooling, instead of all three in every layer.
     residual_position: whether the residual joins "before" or "after" the norm of the self-attention's output.
+    event_products: what an event's tokens are made from besides its fields: "match" adds item x candidate, "all" also
+        item x f, f x candidate and item x f x candidate for each further field f (see EventTokens).
     dropout: on the hidden layers of the experts' and the head's MLP. embedding_dropout: on what the tables return.
     """
 
@@ -83,6 +85,7 @@ class ModelConfig:
     head_tokens: int = 4
     comp_skip: bool = True
     residual_position: str = "after"
+    event_products: str = "match"
     dropout: float = 0.0
     embedding_dropout: float = 0.0
 
@@ -96,6 +99,10 @@ class ModelConfig:
         _require(
             self.residual_position in ("before", "after"),
             f"model config: residual_position={self.residual_position!r} is neither 'before' nor 'after'",
+        )
+        _require(
+            self.event_products in ("match", "all"),
+            f"model config: event_products={self.event_products!r} is neither 'match' nor 'all'",
         )
         for name in ("dropout", "embedding_dropout"):
             _require(0 <= getattr(self, name) < 1, f"model config: {name}={getattr(self, name)} must lie in [0, 1)")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from recsys_norm.data.schema import Event, Schema
 from recsys_norm.models.config import EventConfig, ModelConfig, as_model_config, check_events
-from recsys_norm.models.tokens import N_TIME, candidate_of
+from recsys_norm.models.tokens import N_TIME, n_inputs
 
 
 class ModelFlops:
@@ -58,7 +58,7 @@ def _count(config: ModelConfig, event: EventConfig, kind: str) -> int:
 
 
 def _per_token(config: ModelConfig, schema: Schema, event: Event, sizes: EventConfig) -> int:
-    E, embeddings = sizes.dim, len(event.fields) + (candidate_of(event, schema) is not None)
+    E, embeddings = sizes.dim, n_inputs(config, event, schema)
     embed = 2 * (embeddings * config.tables.dim + 2 * N_TIME) * E + 2 * E * E
     attend = 2 * E * 3 * E + 2 * E * E
     feed = 4 * E * config.n_sum

@@ -47,14 +47,18 @@ class EventTokens(nn.Module):
     """Item, action and time embeddings -> MLP -> rotations. Returns packed tokens x [T, E].
 
     Where a candidate looks up the item's table, the product of both embeddings is an input too: it tells each event how
-    well it matches what is ranked. Half of the feature pairs turn with the position (0 is the newest event), by 1
-    radian per event down to 1 per max_len events, the other half with log(1 + age), by 1 radian down to 1 / LOG_AGE.
+    well it matches what is ranked. With `event_products="all"` every further field f (the action) brings its products
+    item x f, f x candidate and item x f x candidate, as inputs of their own: whether a match was liked.
+    Half of the feature pairs turn with the position (0 is the newest event), by 1 radian per event down to 1 per
+    max_len events, the other half with log(1 + age), by 1 radian down to 1 / LOG_AGE.
     """
 
     def __init__(self, config: ModelConfig, sizes: EventConfig, event: Event, schema: Schema, how: dict):
         super().__init__()
         self.candidate = candidate_of(event, schema)
-        width = (len(event.fields) + (self.candidate is not None)) * config.tables.dim + 2 * N_TIME
+        self.dim = config.tables.dim
+        self.all_products = config.event_products == "all"
+        width = n_inputs(config, event, schema) * config.tables.dim + 2 * N_TIME
         self.mlp = LinearNormLinear(width, sizes.dim, sizes.dim, norm="layer", activation="gelu", **how["linear"])
         self.register_buffer("time_frequency", _geometric(8 * math.pi, math.pi / 2, N_TIME), persistent=False)
         self.register_buffer("position_turn", _geometric(1.0, 1 / sizes.max_len, sizes.dim // 4), persistent=False)
@@ -65,11 +69,17 @@ class EventTokens(nn.Module):
         log_age = torch.log1p(ages.float())[:, None] / LOG_AGE
         phase = log_age * self.time_frequency
         inputs = [fields, phase.sin().to(fields.dtype), phase.cos().to(fields.dtype)]
-        if self.candidate is not None:
-            candidate = candidates[:, self.candidate]
-            inputs.append(fields[:, : candidate.shape[1]] * candidate.index_select(0, row))
+        candidate = None if self.candidate is None else candidates[:, self.candidate].index_select(0, row)
+        inputs += self._products(fields, candidate)
         angle = torch.cat([position[:, None] * self.position_turn, log_age * self.time_turn], 1)
         return rotate(self.mlp(torch.cat(inputs, 1)), angle)
+
+    def _products(self, fields: Tensor, candidate: Tensor | None) -> list[Tensor]:
+        item, *others = fields.split(self.dim, 1)
+        others = others if self.all_products else []
+        liked = [item * other for other in others]
+        matched = [] if candidate is None else [x * candidate for x in (item, *others, *liked)]
+        return liked + matched
 
 
 def locate(offsets: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
@@ -84,6 +94,13 @@ def candidate_of(event: Event, schema: Schema) -> int | None:
     """Index of the candidate that looks up the table of the event's item."""
     tables = [candidate.table for candidate in schema.candidates]
     return tables.index(event.fields[0].table) if event.fields[0].table in tables else None
+
+
+def n_inputs(config: ModelConfig, event: Event, schema: Schema) -> int:
+    """Embeddings and products of embeddings that a token of the event is made from."""
+    has_candidate = candidate_of(event, schema) is not None
+    others = len(event.fields) - 1 if config.event_products == "all" else 0
+    return len(event.fields) + has_candidate + others * (1 + 2 * has_candidate)
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:

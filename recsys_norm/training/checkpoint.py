@@ -25,6 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from recsys_norm.training.runtime import RunError, Runtime
+from recsys_norm.training.sharding import local_parts
 
 log = logging.getLogger(__name__)
 
@@ -136,20 +137,29 @@ class Checkpoints:
         """
         reader = dcp.FileSystemReader(self.path(step))
         saved = reader.read_metadata().state_dict_metadata
-        problems = []
+        problems, regrouped = [], {}
         if missing := sorted(set(tensors) - set(saved)):
             problems.append(f"it lacks {_listed(missing)}")
         for name in sorted(set(tensors) & set(saved)):
             entry = saved[name]
-            if isinstance(entry, TensorStorageMetadata) and entry.size != tensors[name].size():
+            if not isinstance(entry, TensorStorageMetadata) or entry.size == tensors[name].size():
+                continue
+            rows = _rows_of_sums(name, tensors)
+            if rows and entry.size[0] % rows == 0:
+                regrouped[name] = torch.zeros(entry.size), rows
+            else:
                 problems.append(f"{name} has shape {list(entry.size)} and the model {list(tensors[name].size())}")
         if problems:
             raise RunError(
                 f"the checkpoint {self.path(step)} does not fit this model: {'; '.join(problems[:4])}; "
                 "use the model and data settings of the run that saved it"
             )
+        plain = {name: tensor for name, tensor in tensors.items() if name not in regrouped}
+        sums = {name: tensor for name, (tensor, _) in regrouped.items()}
         with _quiet():
-            dcp.load(tensors, storage_reader=reader, **self._processes)
+            dcp.load(plain | sums, storage_reader=reader, **self._processes)
+        for name, (values, rows) in regrouped.items():
+            _take_row_sums(tensors[name], values.view(-1, rows).mean(0))
 
     def adopt(self, other: Checkpoints, step: int, best: int | None) -> None:
         """Take over the checkpoints of another run that this one continues, as hard links where the disk allows it."""
@@ -159,6 +169,23 @@ class Checkpoints:
                 shutil.copytree(other.path(taken), self.path(taken), copy_function=_link)
             self._drop_old(best)
         self._runtime.barrier()
+
+
+def _rows_of_sums(name: str, tensors: dict[str, Any]) -> int | None:
+    """Rows of the table whose row-wise optimizer state has that name; None for another tensor.
+
+    A table that is sharded by columns has one sum per row and shard. The sum of the whole row would have been their
+    mean, so that is what other shardings take over, and a shard takes the sum of the whole row for its own.
+    """
+    prefix, _, table = name.removeprefix("optimizer/tables/").rpartition("/")
+    weight = tensors.get(f"sparse/{prefix}")
+    return weight.size()[0] if name.startswith("optimizer/tables/") and table and weight is not None else None
+
+
+def _take_row_sums(target: Any, sums: torch.Tensor) -> None:
+    for part, offsets in local_parts(target):
+        first = offsets[0] % len(sums)
+        part.copy_(sums[first : first + len(part)])
 
 
 def _link(source: str, target: str) -> None:

@@ -62,6 +62,10 @@ class CompileClock:
             self._handler.remove_end_callback(self._stop)
 
     @property
+    def running(self) -> bool:
+        return self._began is not None
+
+    @property
     def seconds(self) -> float | None:
         return None if self._handler is None else self._seconds
 

@@ -29,10 +29,14 @@ class BackendConfig:
     """Which implementation the norm ops use.
 
     compile: put torch.compile around the dense part of the model (embedding lookups stay outside).
+    compile_eval: also in evaluation, whose graphs are others; without, it runs eagerly.
+    cuda_graphs: of what is compiled, record the parts of fixed shapes as CUDA graphs (not with gradient accumulation).
     """
 
     name: str = MISSING
     compile: bool = False
+    compile_eval: bool = True
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _choice("backend.name", self.name, ("unfused", "compiled", "naive", "fused"))
@@ -56,16 +60,19 @@ class TrainerConfig:
     deterministic: bool = False
     on_unsupported: str = "fallback"  # fallback | raise: what an op does where its backend cannot run
     grad_accumulation: int = 1
+    ema_decay: float | None = None  # evaluate, test and keep a moving average of the dense weights; None: no average
     eval_every_steps: int | None = None
     eval_every_epochs: float | None = 1.0
     eval_batches: int | None = None  # validate on this many batches only
     monitor: str = "loss"  # loss | ne | auc | gauc
     patience: int | None = None  # stop after this many validations without a better value
     test: bool = True  # evaluate the best checkpoint on the test split at the end
+    test_batches: int | None = None  # on this many batches of it only
     checkpoint: bool = True
     checkpoint_every_steps: int | None = None  # besides the one after each validation
     keep_last: int = 1
     resume: str | None = None  # a run directory; its newest complete checkpoint is continued
+    row_order: int = 0  # above 0: the rows of each batch in an order drawn from it: the same sums in another order
     overfit_batches: int | None = None  # train on the first batches of epoch 0 again and again
     timing_warmup: int = 10  # steps that no timing counts
     profile_steps: int = 5  # steps under the profiler, for norm_share and the busy fraction; 0: none
@@ -80,11 +87,14 @@ class TrainerConfig:
         _choice("trainer.monitor", self.monitor, ("loss", "ne", "auc", "gauc"))
         for key in ("grad_accumulation", "eval_every_steps", "eval_batches", "patience", "checkpoint_every_steps"):
             _at_least(f"trainer.{key}", getattr(self, key), 1)
-        for key in ("max_steps", "timing_warmup", "profile_steps"):
+        _at_least("trainer.test_batches", self.test_batches, 1)
+        for key in ("max_steps", "timing_warmup", "profile_steps", "row_order"):
             _at_least(f"trainer.{key}", getattr(self, key), 0)
         for key in ("threads", "keep_last", "overfit_batches", "norm_cost_steps"):
             _at_least(f"trainer.{key}", getattr(self, key), 1)
         _at_least("trainer.max_epochs", self.max_epochs, 0)
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ConfigError(f"trainer.ema_decay: {self.ema_decay} must lie between 0 and 1, or null")
         if self.eval_every_epochs is not None and not self.eval_every_epochs > 0:
             raise ConfigError(f"trainer.eval_every_epochs: {self.eval_every_epochs} must be above 0, or null for none")
 
@@ -154,19 +164,52 @@ class DistributedConfig:
 
     mode: "single" is one process; "torchrec" takes the processes that torchrun started (one is fine too).
     sharding: sharding types the planner may use for a table: table_wise, row_wise, column_wise, table_row_wise,
-        data_parallel. Empty: any for several processes, table_wise for one.
-    tables: the same for single tables, by name.
-    timeout_s: a collective that waits longer than this ends the run.
+        data_parallel (every process holds the whole table). Empty: table_wise, and row_wise for several processes.
+    tables: the same for single tables, by name: +distributed.tables.item=[row_wise].
+    memory_gb: what one process has for tables and activations; None: what its device, or its share of the machine, has.
+    dense: the part of the model that is not a table is replicated ("ddp"), or its parameters, gradients and optimizer
+        state are sharded ("fsdp2").
+    pipeline: exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist).
+    timeout_s: a process that makes no progress for so long ends the run; a step with its compilation, a batch of a
+        validation and a checkpoint have to be faster.
     """
 
     mode: str = "single"
     sharding: list[str] = field(default_factory=list)
     tables: dict[str, list[str]] = field(default_factory=dict)
+    memory_gb: float | None = None
+    dense: str = "ddp"
+    pipeline: bool = True
     timeout_s: float = 600.0
 
     def __post_init__(self) -> None:
         _choice("distributed.mode", self.mode, ("single", "torchrec"))
+        _choice("distributed.dense", self.dense, ("ddp", "fsdp2"))
+        if self.memory_gb is not None and not self.memory_gb > 0:
+            raise ConfigError(f"distributed.memory_gb: {self.memory_gb} must be above 0, or null for all there is")
         _at_least("distributed.timeout_s", self.timeout_s, 1)
+
+
+@dataclass
+class CompareConfig:
+    """A sweep (`-m`) and its comparison, see `multirun`.
+
+    isolate: run each point in a process of its own, with Hydra's basic launcher.
+    rounds: run all points so many times, every second time backwards; medians over the rounds are reported.
+    controls: runs of the unfused path (or the first) with the rows of each batch in another order, for each group of
+        points that is compared: what the other paths' loss curves are judged by.
+    timeout_s: a run that takes longer is stopped and counts as failed; None: no limit.
+    """
+
+    isolate: bool = True
+    rounds: int = 1
+    controls: int = 1
+    timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("compare.rounds", self.rounds, 1)
+        _at_least("compare.controls", self.controls, 0)
+        _at_least("compare.timeout_s", self.timeout_s, 1)
 
 
 @dataclass
@@ -181,6 +224,7 @@ class Config:
     optimizer: OptimizerConfig = MISSING
     logger: LoggerConfig = MISSING
     distributed: DistributedConfig = MISSING
+    compare: CompareConfig = MISSING
 
     def __post_init__(self) -> None:
         _choice("attention", self.attention, ("fused", "eager"))
@@ -192,6 +236,7 @@ GROUPS = {
     "optimizer": OptimizerConfig,
     "logger": LoggerConfig,
     "distributed": DistributedConfig,
+    "compare": CompareConfig,
 }
 
 

@@ -58,8 +58,11 @@ class RunLogger:
         if self._file is None:
             self._open()
         record = {"step": step, "split": split, "time": round(time.time(), 3), **values}
-        self._file.write(json.dumps(finite(record)) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite(record)) + "\n")
+            self._file.flush()
+        except OSError as error:  # what is not written yet goes with the next record
+            log.warning(f"metrics.jsonl could not be written at step {step}: {error}")
         if self._board is not None:
             for name, value in values.items():
                 if isinstance(value, (int, float)):

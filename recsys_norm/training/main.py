@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+import torch
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from recsys_norm._versions import require_torchrec
 from recsys_norm.training import config as configs
-from recsys_norm.training import runtime
+from recsys_norm.training import multirun, runtime
 from recsys_norm.training.config import ConfigError
 
 _FULL_ERROR = "HYDRA_FULL_ERROR"
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise instead of printing several lines
     try:
         register()
-        sys.argv = _with_rank_settings(_with_resumed_overrides(argv), world.rank)
+        sys.argv = _with_rank_settings(_with_comparison(_with_resumed_overrides(argv)), world.rank)
         hydra.main(version_base="1.3", config_path="pkg://recsys_norm.configs", config_name="config")(_job)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if show_traceback:
@@ -63,20 +64,32 @@ def register() -> None:
     configs.register()
     OmegaConf.register_new_resolver("run_stamp", runtime.run_stamp, replace=True)
     OmegaConf.register_new_resolver("run_dir", _run_dir, replace=True)
+    OmegaConf.register_new_resolver("by_device", _by_device, replace=True)
+
+
+def _by_device(device: str, on_cpu: Any, on_cuda: Any) -> Any:
+    """For `${by_device:${trainer.device},1,2}`."""
+    return on_cuda if device != "cpu" and torch.cuda.is_available() else on_cpu
 
 
 def _run_dir(resume: str | None) -> str:
     return resume or f"outputs/{runtime.run_stamp()}"
 
 
-def _job(config: DictConfig) -> dict[str, Any]:
-    """One job of Hydra: a run, or one point of a sweep. Expected errors end the program here, with one line."""
+def _job(config: DictConfig) -> dict[str, Any] | str:
+    """One job of Hydra: a run, or one point of a sweep, whose run may be put off (see `multirun`).
+
+    Expected errors end the program here, with one line.
+    """
     try:
         require_torchrec()
     except ImportError as error:  # versions that do not fit; the message holds the command that mends them
         _fail(one_line(error), runtime.world().rank)
     from recsys_norm.training.run import run
 
+    if multirun.deferred(config.compare.isolate):
+        checked(config)  # a value that cannot work is said before the first run
+        return multirun.DEFERRED
     try:
         return run(checked(config), Path(hydra.core.hydra_config.HydraConfig.get().runtime.output_dir))
     except runtime.Stopped as stopped:
@@ -137,6 +150,8 @@ def one_line(error: BaseException) -> str:
 
 
 def _unknown_key(key: str, message: str) -> str:
+    if key.startswith("distributed.tables."):  # Hydra wants to be told that a key of a dictionary is a new one
+        return f"{key}: write +{key}=[..] for a table that has no sharding types yet"
     close = difflib.get_close_matches(key, list(_known_keys()), n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]}?" if close else ""
     detail = re.search(r"Key '.*", message)
@@ -171,6 +186,15 @@ def _with_resumed_overrides(argv: list[str]) -> list[str]:
     given = {_key(arg) for arg in argv[1:]}
     old = [arg for arg in OmegaConf.to_container(OmegaConf.load(saved)) if _key(arg) not in given]
     return [*argv[:index], *old, *argv[index:]]
+
+
+def _with_comparison(argv: list[str]) -> list[str]:
+    """A sweep over backends or attentions that names no experiment is `experiment=comparison`."""
+    if not {"-m", "--multirun"} & set(argv) or {"experiment", "debug"} & {_key(arg) for arg in argv[1:]}:
+        return argv
+    paths = r"(backend|attention|backend\.compile)=.*(,|\()"
+    first = next((index for index, arg in enumerate(argv) if re.match(paths, arg)), None)
+    return argv if first is None else [*argv[:first], "experiment=comparison", *argv[first:]]
 
 
 def _key(override: str) -> str:

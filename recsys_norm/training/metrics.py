@@ -137,9 +137,10 @@ class TrainingWindow:
     """Loss, NE and calibration of the first task over the training rows since the last `compute`, over all ranks.
 
     NE divides by the entropy of these rows' own base rate, which is the training base rate up to sampling noise.
+    `logit_shift` is added to the logits, see `Schema`.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, logit_shift: float = 0.0) -> None:
         from torchrec.metrics.calibration import CalibrationMetric
         from torchrec.metrics.metrics_config import RecTaskInfo
         from torchrec.metrics.ne import NEMetric
@@ -157,11 +158,12 @@ class TrainingWindow:
             for kind in (NEMetric, CalibrationMetric)
         ]
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._logit_shift = logit_shift
 
     def add(self, logits: Tensor, batch: Batch) -> None:
         label = batch.label[:, 0]
         weight = torch.ones_like(label) if batch.weight is None else batch.weight
-        self._rows.append((logits.detach()[:, 0].double(), label.double(), weight.double()))
+        self._rows.append((logits.detach()[:, 0].double() + self._logit_shift, label.double(), weight.double()))
 
     def compute(self) -> dict[str, float]:
         """{"ne", "calibration"}; call it on every rank. Empties the window."""

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from recsys_norm.training.config import DenseOptimizerConfig, OptimizerConfig
 from recsys_norm.training.masters import MasterWeights
+from recsys_norm.training.replicated import ReplicatedRowWiseAdagrad
 
 
 def lr_factor(config: OptimizerConfig, step: int, total: int) -> float:
@@ -30,7 +31,8 @@ def lr_factor(config: OptimizerConfig, step: int, total: int) -> float:
 class Optimizers:
     """AdamW of the dense part and the fused optimizer of the tables, under one schedule.
 
-    The tables are updated inside `backward`, with the learning rate that `set_lr` left there. `weights`, where `dense`
+    Sharded tables are updated inside `backward`, with the learning rate that `set_lr` left there, and replicated ones
+    by `after_backward`. `weights`, where `dense`
     computes in low precision, holds the fp32 parameters that are optimized in place of the module's own.
     """
 
@@ -50,6 +52,7 @@ class Optimizers:
             self.parameters |= weights.masters
         self.dense = _adamw(self.parameters.values(), config.dense)
         self.sparse = sparse.fused_optimizer
+        self.replicated = ReplicatedRowWiseAdagrad(sparse, config.sparse)
         self.lr = 0.0
         self._current: tuple[float, float] | None = None
 
@@ -73,14 +76,20 @@ class Optimizers:
             group["lr"] = sparse
         self.sparse.step()  # hands the learning rate to the lookup kernels, the updates happen in the backward
 
+    def after_backward(self) -> None:
+        """To be called after each backward pass: updates the tables that are not updated inside it."""
+        self.replicated.step(self._current[1])
+
     def clip(self) -> Tensor:
         """Clip the dense gradients to `clip_norm` and return their norm before that, on the device."""
         if self.weights is not None:
             self.weights.collect()
         parameters = list(self.parameters.values())
         if self.config.clip_norm is None:
-            return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-        return torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
+            norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        else:
+            norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.clip_norm)
+        return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def step(self) -> None:
         self.dense.step()
@@ -107,7 +116,7 @@ class Optimizers:
             state |= {f"adamw/{name}/{key}": tensor for key, tensor in entry.items()}
         for name, entry in self.sparse.state_dict()["state"].items():
             state |= {f"tables/{name}/{key}": tensor for key, tensor in entry.items()}
-        return state
+        return state | {f"tables/{name}": tensor for name, tensor in self.replicated.state().items()}
 
 
 def _adamw(parameters: Iterable[nn.Parameter], config: DenseOptimizerConfig) -> torch.optim.AdamW:

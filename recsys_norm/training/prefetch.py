@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -60,3 +61,23 @@ class _OwnGroup:
         os.setpgrp()
         if self._before is not None:
             self._before(worker)
+
+
+def worker_failure(error: BaseException) -> str | None:
+    """What happened to a worker process of the loader, in one line; None for an error of another kind.
+
+    Both come up in the main process wherever it is at that moment: what was raised in a worker, with its traceback as
+    text, and the end of a worker by a signal.
+    """
+    text = str(error)
+    raised = re.match(r"Caught (\S+) in DataLoader worker process (\d+)\.", text)
+    if raised:
+        lines = [line.strip() for line in text.strip().splitlines()]
+        places = re.findall(r'File "([^"]+)", line (\d+)', text)
+        where = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+        return f"data worker {raised[2]} failed: {lines[-1]}{where}"
+    ended = re.search(r"DataLoader worker \(pid[()s]* ?[\d, ]+\) ([^.]+)", text)
+    if ended is None:
+        return None
+    hint = "; the system ends processes like that where memory runs out: lower data.num_workers or data.prefetch"
+    return f"a data worker {ended[1].strip()}{hint if 'Killed' in ended[1] else ''}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +17,14 @@ from hydra.utils import instantiate
 
 from recsys_norm import env
 from recsys_norm.ops import registry
+from recsys_norm.training import fairness, profile, runtime, summary
 from recsys_norm.training import logging as run_logging
-from recsys_norm.training import profile, runtime, summary
 from recsys_norm.training.compiling import CompileClock
 from recsys_norm.training.config import Config, ConfigError
-from recsys_norm.training.runtime import Runtime
-from recsys_norm.training.sharding import shard
+from recsys_norm.training.kernel_clock import KernelClock
+from recsys_norm.training.prefetch import worker_failure
+from recsys_norm.training.runtime import RunError, Runtime
+from recsys_norm.training.sharding import describe, shard
 from recsys_norm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -35,10 +39,14 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
         _claim(run_dir, config, processes)
         registry.reset_counts()
         torch.compiler.reset()
-        with CompileClock() as clock:
+        with CompileClock() as clock, KernelClock(processes.device, clock) as kernels:
             trainer = build(config, processes, run_dir)
             try:
-                return _run(config, processes, run_dir, trainer, clock)
+                return _run(config, processes, run_dir, trainer, (clock, kernels))
+            except Exception as error:
+                if (reason := worker_failure(error)) is None:
+                    raise
+                raise RunError(reason) from error
             finally:
                 trainer.logger.close()
                 del trainer
@@ -47,21 +55,28 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
                     torch.cuda.empty_cache()
 
 
-def _run(config: Config, processes: Runtime, run_dir: Path, trainer: Trainer, clock: CompileClock) -> dict[str, Any]:
+def _run(
+    config: Config, processes: Runtime, run_dir: Path, trainer: Trainer, clocks: tuple[CompileClock, KernelClock]
+) -> dict[str, Any]:
     log.info(f"run directory {run_dir}")
-    _log_facts(trainer)
+    _log_facts(trainer, run_dir)
+    _keep_data_facts(trainer.data, processes, run_dir, config.trainer.resume)
     if config.trainer.resume is not None:
         trainer.resume(Path(config.trainer.resume))
+    start = fairness.Start(processes, trainer.schema, config.trainer.seed, config.trainer.row_order)
+    if config.trainer.resume is None:
+        start.weights(trainer.tensors(optimizer=False))
+    trainer.loader = start.watch(trainer.loader)
     trainer.fit()
-    techniques, fallbacks, compile_s = registry.counts(), registry.fallbacks(), clock.seconds
+    techniques, fallbacks = registry.counts(), registry.fallbacks()
+    compile_s, tune_s = (clock.seconds for clock in clocks)
     metrics = trainer.test() if config.trainer.test else {}
-    norm_cost = trainer.measure_norm_cost() if config.trainer.measure_norm_cost else None
     trainer.logger.close()
     result = {
         **_identity(config, processes),
         **_speed(trainer),
         **_memory(trainer),
-        "norm_cost": norm_cost,
+        "norm_cost": None,
         **{name: metrics.get(name) for name in _QUALITY},
         "split": "test",
         "bayes_auc": trainer.schema.bayes_auc,
@@ -69,9 +84,14 @@ def _run(config: Config, processes: Runtime, run_dir: Path, trainer: Trainer, cl
         "techniques": techniques,
         "fallbacks": fallbacks,
         "compile_s": compile_s,
-        "tune_s": None,
+        "tune_s": tune_s,
+        "start": start.record(),
         "env": env.record(),
     }
+    if config.trainer.measure_norm_cost:
+        if processes.main:
+            summary.write(run_dir, result)  # what is known stays, should the next part be cut off
+        result["norm_cost"] = trainer.measure_norm_cost()
     if processes.main:
         path = summary.write(run_dir, result)
         log.info("done\n" + summary.table(result, path))
@@ -118,6 +138,20 @@ def instantiate_data(config: Any) -> Any:
         raise
 
 
+def _keep_data_facts(data: Any, processes: Runtime, run_dir: Path, resume: str | None) -> None:
+    """What the data module fitted (vocabularies, statistics) is kept with the run, in `data`."""
+    problem = None
+    if processes.main and hasattr(data, "save"):
+        try:
+            if resume is not None and (Path(resume) / "data").is_dir():
+                data.save(Path(resume) / "data")  # compares
+            data.save(run_dir / "data")
+        except (ValueError, OSError) as error:
+            problem = str(error)
+    if problem := processes.broadcast(problem):
+        raise ConfigError(f"data: {problem}")
+
+
 def _restarted(config: Config, run_dir: Path) -> Config:
     """torchrun restarts all processes after one died: the run then resumes itself."""
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
@@ -148,18 +182,30 @@ def _claim(run_dir: Path, config: Config, processes: Runtime) -> None:
 
 
 def _job_number() -> int:
-    if not HydraConfig.initialized():
-        return 0
-    number = HydraConfig.get().job.get("num", None)
-    return 0 if number is None else int(number)
+    job = HydraConfig.get().job if HydraConfig.initialized() else {}
+    return int(job.get("num", None) or 0)
 
 
-def _log_facts(trainer: Trainer) -> None:
+def _log_facts(trainer: Trainer, run_dir: Path) -> None:
     facts = {**trainer.data.describe(), "steps": trainer.total_steps}
     dense = sum(p.numel() for p in trainer.dense.parameters())
     tables = sum(table.size().numel() for table in trainer.sparse.state_dict().values())
     log.info("data: " + ", ".join(f"{name} {value}" for name, value in facts.items()))
     log.info(f"model: {dense:,} dense parameters, {tables:,} in tables")
+    _record_plan(trainer, run_dir)
+
+
+def _record_plan(trainer: Trainer, run_dir: Path) -> None:
+    """plan.json: how each table is sharded, and how much of it each rank holds."""
+    if trainer.config.distributed.mode == "single":
+        return
+    plan = describe(trainer.sparse, trainer.runtime)
+    if trainer.runtime.main:
+        (run_dir / "plan.json").write_text(json.dumps(plan, indent=2) + "\n")
+    sizes = [sum(table["bytes_per_rank"][rank] for table in plan.values()) for rank in range(trainer.runtime.size)]
+    kinds = Counter(table["sharding"] for table in plan.values())
+    counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    log.info(f"tables: {counts}; bytes per rank {', '.join(f'{size:,}' for size in sizes)}")
 
 
 def _identity(config: Config, processes: Runtime) -> dict[str, Any]:

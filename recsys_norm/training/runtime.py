@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from recsys_norm.training.config import Config, ConfigError
+from recsys_norm.training.health import Health, RankError
+
+_NCCL_GRACE = datetime.timedelta(seconds=60)  # NCCL's watchdog ends the process without a word on the cause
+_starts = itertools.count()  # all ranks start the same jobs, so each job has a name for its keys in the store
 
 
 class Stopped(Exception):
@@ -36,7 +42,7 @@ def expected_errors() -> tuple[type[BaseException], ...]:
     """Errors whose message alone tells the user what to do."""
     from recsys_norm.ops.registry import UnsupportedError
 
-    return ConfigError, RunError, UnsupportedError
+    return ConfigError, RunError, RankError, UnsupportedError
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,7 @@ def run_stamp() -> str:
     store = world().store
     if store is None:
         return stamp
-    if isinstance(store, dist.PrefixStore):  # torchrun gives every restart a prefix of its own
+    if isinstance(store, dist.PrefixStore):  # of a restart of its own
         store = store.underlying_store
     if world().rank == 0:
         return store.compare_set("run_stamp", "", stamp).decode()
@@ -84,6 +90,8 @@ class Runtime:
     dtype: torch.dtype  # of activations
     cpu_group: dist.ProcessGroup | None = None
     signals: list[int] = field(default_factory=list)  # received so far
+    health: Health = field(default_factory=lambda: Health(None, 0, 1, 0.0))
+    group: dist.ProcessGroup | None = None  # of the tables and the dense part; None: the default one
 
     @property
     def main(self) -> bool:
@@ -124,30 +132,64 @@ class Runtime:
 
 @contextlib.contextmanager
 def start(config: Config, job: int = 0) -> Iterator[Runtime]:
-    """The process group for one job: NCCL on CUDA, gloo on CPU, also for a single process (TorchRec needs one)."""
+    """The process group for one job: NCCL on CUDA, gloo on CPU, also for a single process (TorchRec needs one).
+
+    Jobs of a sweep that run in processes of their own share torchrun's store; `job` tells their keys apart.
+    An error that comes from another rank's leaves as a RankError, see `health`.
+    """
     where = world()
     if where.size > 1 and config.distributed.mode == "single":
         raise ConfigError(
             f"distributed.mode: 'single' is for one process and torchrun started {where.size}; add distributed=torchrec"
         )
     device = _device(config.trainer.device, where.local_rank)
-    store = dist.HashStore() if where.store is None else dist.PrefixStore(f"job{job}", where.store)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=store,
-        rank=where.rank,
-        world_size=where.size,
-        timeout=datetime.timedelta(seconds=config.distributed.timeout_s),
-        device_id=device if device.type == "cuda" else None,
-    )
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store keeps what died processes left there
+    name = f"restart{restart}/job{job}-{next(_starts)}"
+    store = dist.HashStore() if where.store is None else dist.PrefixStore(name, where.store)
+    timeout = datetime.timedelta(seconds=config.distributed.timeout_s)
+    cuda = device.type == "cuda"
+    with Health(store, where.rank, where.size, config.distributed.timeout_s) as health:
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=store,
+            rank=where.rank,
+            world_size=where.size,
+            timeout=timeout + _NCCL_GRACE if cuda else timeout,
+            device_id=device if cuda else None,
+        )
+        try:
+            cpu_group = None
+            if where.size > 1:
+                cpu_group = dist.new_group(backend="gloo", timeout=timeout) if cuda else dist.group.WORLD
+            dtype = _dtype(config.trainer.precision, device)
+            runtime = Runtime(where.rank, where.size, device, dtype, cpu_group, health=health)
+            with _watch_signals(runtime.signals), _named_cause(health), _switches(config):
+                yield runtime
+        finally:
+            _leave(abort=cuda and where.size > 1 and sys.exc_info()[0] is not None)
+
+
+@contextlib.contextmanager
+def _named_cause(health: Health) -> Iterator[None]:
     try:
-        cpu_group = None
-        if where.size > 1:
-            cpu_group = dist.new_group(backend="gloo") if device.type == "cuda" else dist.group.WORLD
-        runtime = Runtime(where.rank, where.size, device, _dtype(config.trainer.precision, device), cpu_group)
-        with _switches(config), _watch_signals(runtime.signals):
-            yield runtime
-    finally:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        cause = health.cause(error)
+        if cause is error:
+            raise
+        with contextlib.suppress(ValueError):  # torchrun ends the others when one dies: let this one say why first
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise cause from error
+
+
+def _leave(*, abort: bool) -> None:
+    """End the process group. NCCL's is aborted after an error: its destruction would wait for the peers."""
+    if abort:
+        with contextlib.suppress(Exception):
+            dist.distributed_c10d._abort_process_group()
+    if dist.is_initialized():
         dist.destroy_process_group()
 
 
@@ -203,7 +245,8 @@ def _watch_signals(received: list[int]) -> Iterator[None]:
         yield
     finally:
         for signum, handler in before.items():
-            signal.signal(signum, handler)
+            if signal.getsignal(signum) is handle:
+                signal.signal(signum, handler)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import logging
 import math
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,18 @@ from torch.nn import functional as F
 from recsys_norm.data.batch import Batch
 from recsys_norm.models.flops import ModelFlops
 from recsys_norm.training import profile
+from recsys_norm.training.averaging import WeightAverage
 from recsys_norm.training.checkpoint import Checkpoints
-from recsys_norm.training.compiling import compile_regions
+from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly
 from recsys_norm.training.config import Config, ConfigError
 from recsys_norm.training.logging import RunLogger
 from recsys_norm.training.masters import MasterWeights
 from recsys_norm.training.metrics import Evaluation, TrainingWindow
 from recsys_norm.training.optim import Optimizers
 from recsys_norm.training.padding import padded
+from recsys_norm.training.pipeline import Prepared, SparsePipeline, can_pipeline
 from recsys_norm.training.prefetch import DeviceBatches
+from recsys_norm.training.replicas import Replicas, local
 from recsys_norm.training.runtime import RunError, Runtime, Stopped, kept_rng, rng_state, set_rng_state
 
 log = logging.getLogger(__name__)
@@ -65,25 +68,35 @@ class Trainer:
         self.model = model
         self.sparse = model.sparse
         weights = None
-        if runtime.dtype != torch.float32 and config.trainer.grad_accumulation == 1:  # which sums gradients in fp32
+        sharded = runtime.size > 1 and config.distributed.dense == "fsdp2"  # which has fp32 shards to gather from
+        if runtime.dtype != torch.float32 and config.trainer.grad_accumulation == 1 and not sharded:  # sums in fp32
             weights = MasterWeights(model.dense, runtime.dtype, model.dense.full_precision)
         if config.backend.compile:
-            compile_regions(model.dense)
-        if runtime.size > 1:
-            ids = [runtime.device.index] if runtime.device.type == "cuda" else None
-            model.dense = nn.parallel.DistributedDataParallel(model.dense, device_ids=ids, gradient_as_bucket_view=True)
+            replay = (
+                config.backend.cuda_graphs and runtime.device.type == "cuda" and config.trainer.grad_accumulation == 1
+            )
+            compile_regions(model.dense, replay=replay)
+        self.replicas = Replicas(model.dense, config.distributed, runtime, compiled=config.backend.compile)
+        model.dense = self.replicas.module
+        self.pipeline: SparsePipeline | None = None
+        if config.distributed.mode == "torchrec" and config.distributed.pipeline and can_pipeline(model.sparse):
+            self.pipeline = SparsePipeline(model.sparse, runtime.device, self._pipelined_forward)
         self.optimizers = Optimizers(self.dense, self.sparse, config.optimizer, self.total_steps, weights)
+        decay = config.trainer.ema_decay
+        self.average = None if decay is None else WeightAverage(self.optimizers, decay)
         self.progress = Progress(world_size=runtime.size)
         self.checkpoints = Checkpoints(run_dir, runtime, keep_last=config.trainer.keep_last)
         self.logger = RunLogger(config.logger, run_dir, active=runtime.main)
         self.timer = profile.StepTimer(runtime.device, config.trainer.timing_warmup)
-        self.window = TrainingWindow(runtime)
+        self.window = TrainingWindow(runtime, self.schema.logit_shift)
         self.kernels: profile.KernelProfile | None = None
         self.peak_mem_bytes = 0
         self._run_dir = run_dir
         self._full_batch = {True: 0, False: 0}  # most rows of a batch so far, in training and in evaluation
         self._losses: list[tuple[Tensor, Tensor]] = []  # loss and gradient norm of each step since the last check
         self._data_state: dict[str, Any] | None = None
+        self._best_before: tuple[int | None, float | None] = None, None  # the best validation but one
+        self._stream: Iterator[Batch] | None = None
         self._steps_here = 0
         self._profiler: torch.profiler.profile | None = None
 
@@ -103,9 +116,9 @@ class Trainer:
         steps = math.ceil(batches / settings.grad_accumulation)
         return steps if settings.max_steps is None else min(steps, settings.max_steps)
 
-    def _due(self, every_steps: int | None, every_epochs: float | None = None) -> bool:
-        """Whether something that happens so often happens after the step that was just made."""
-        step = self.progress.step
+    def _due(self, every_steps: int | None, every_epochs: float | None = None, step: int | None = None) -> bool:
+        """Whether something that happens so often happens after that step (None: the one that was just made)."""
+        step = self.progress.step if step is None else step
         if every_steps is not None:
             return step % every_steps == 0
         if every_epochs is None:
@@ -153,6 +166,15 @@ class Trainer:
             if self._due(self.config.trainer.checkpoint_every_steps) and not self._validation_due():
                 self._save()
 
+    def take_steps(self, count: int) -> list[float]:
+        """The losses of `count` more steps, the mean over ranks; no validation, no checkpoint. For measurements."""
+        if self._stream is None:
+            self._stream = self._batches()
+            self.model.train()
+        for _ in range(count):
+            self._step(self._stream)
+        return self._write_losses()
+
     def _batches(self) -> Iterator[Batch]:
         """Batches on the device, epoch after epoch."""
         device, count = self.runtime.device, self.config.trainer.overfit_batches
@@ -176,32 +198,78 @@ class Trainer:
         self.optimizers.set_lr(self.progress.step)
         loss, rows, tokens = torch.zeros((), device=self.runtime.device), 0, 0
         for part in range(accumulation):
-            batch = next(batches)
-            self.timer.mark("data")
-            loss += self._forward_backward(batch, last=part == accumulation - 1)
+            part_loss, batch = self._part(batches, last=part == accumulation - 1)
+            loss += part_loss
             rows, tokens = rows + len(batch), tokens + sum(len(ages) for ages in batch.ages.values())
             self.progress.batches += 1
-        norm = self.optimizers.clip()
+        own_norm, norm = self.replicas.own_norm(), self.optimizers.clip()
         self.optimizers.step()
+        if self.average is not None:
+            self.average.update(self.progress.step)
         self.timer.mark("optimizer")
         self.progress.step += 1
         self._steps_here += 1
         self.timer.end(rows, tokens, count=self._profiler is None)
-        self._losses.append((loss, norm.detach()))
+        self._losses.append((loss, norm.detach() if own_norm is None else own_norm))
         if self.runtime.device.type == "cpu" and self.runtime.size == 1:
             self._check_finite(self._losses[-1:])
 
+    def _part(self, batches: Iterator[Batch], *, last: bool) -> tuple[Tensor, Batch]:
+        """Add the gradients of the next batch. Returns this rank's share of the step's loss, and the batch."""
+        if self.pipeline is None:
+            batch = self._next(batches)
+            self.timer.mark("data")
+            return self._forward_backward(batch, last=last), batch
+        if self.pipeline.idle:
+            count = self._steps_to_boundary() * self.config.trainer.grad_accumulation
+            self.pipeline.begin(self._prepared(batches, count))
+        with nullcontext() if last else self.replicas.accumulate():
+            loss, logits, prepared = self.pipeline.progress()
+            self.optimizers.after_backward()
+        self.timer.mark("backward")
+        self._data_state = prepared.state
+        self.window.add(logits, prepared.batch)
+        return loss, prepared.batch
+
+    def _next(self, batches: Iterator[Batch]) -> Batch:
+        step = self.progress.step
+        self.runtime.health.at(f"step {step}, waiting for its data")
+        batch = next(batches)
+        self.runtime.health.at(f"step {step}")
+        return batch
+
+    def _steps_to_boundary(self) -> int:
+        """Steps up to the next one after which the model is evaluated or saved, which the pipeline must not overrun."""
+        settings, first = self.config.trainer, self.progress.step + 1
+        for step in range(first, self.total_steps):
+            if self._due(settings.checkpoint_every_steps, step=step):
+                return step - first + 1
+            if self._due(settings.eval_every_steps, settings.eval_every_epochs, step=step):
+                return step - first + 1
+        return self.total_steps - first + 1
+
+    def _prepared(self, batches: Iterator[Batch], count: int) -> Iterator[Prepared]:
+        for _ in range(count):
+            batch = self._next(batches)
+            rows = self._rows(batch)
+            yield Prepared(batch, self._padded(batch, rows), rows, self._data_state)
+
+    def _pipelined_forward(self, prepared: Prepared) -> tuple[Tensor, Tensor]:
+        self.timer.mark("data")
+        logits = self._model_logits(prepared.padded)[: len(prepared.batch)]
+        loss = self._loss(logits, prepared.batch, prepared.rows) / self.config.trainer.grad_accumulation
+        self.timer.mark("forward")
+        return loss, logits
+
     def _forward_backward(self, batch: Batch, *, last: bool) -> Tensor:
         """Add the gradients of one batch. Returns this rank's share of the step's loss, whose mean over ranks it is."""
-        waits = self.runtime.size > 1 and not last
-        with ExitStack() as stack:
-            if waits:
-                stack.enter_context(self.model.dense.no_sync())
+        with nullcontext() if last else self.replicas.accumulate():
             rows = self._rows(batch)
             logits = self._logits(batch, rows)
             loss = self._loss(logits, batch, rows) / self.config.trainer.grad_accumulation
             self.timer.mark("forward")
             loss.backward()
+            self.optimizers.after_backward()
         self.timer.mark("backward")
         self.window.add(logits, batch)
         return loss.detach()
@@ -213,17 +281,26 @@ class Trainer:
         return self.runtime.sum(len(batch) * _one_hot(self.runtime.rank, self.runtime.size)).tolist()
 
     def _logits(self, batch: Batch, rows: list[int]) -> Tensor:
-        device, dtype = self.runtime.device.type, self.runtime.dtype
+        return self._model_logits(self._padded(batch, rows))[: len(batch)]
+
+    def _padded(self, batch: Batch, rows: list[int]) -> Batch:
         size = max(rows)  # TorchRec wants the same number of rows on every rank
         if self.config.backend.compile:  # and a compiled graph the same in every batch
             size = self._full_batch[self.model.training] = max(size, self._full_batch[self.model.training])
+        return padded(batch, size, self.schema)
+
+    def _model_logits(self, batch: Batch) -> Tensor:
+        device, dtype = self.runtime.device.type, self.runtime.dtype
         low = dtype != torch.float32
+        begin_step()
         with torch.autocast(device, dtype=dtype) if low else nullcontext():
-            return self.model(padded(batch, size, self.schema))[: len(batch)]
+            return self.model(batch).clone()  # what a replayed region returned is overwritten in the next step
 
     def _loss(self, logits: Tensor, batch: Batch, rows: list[int]) -> Tensor:
         """Sum over tasks of the mean of weight * BCE over all ranks' rows. Gradients are averaged over ranks, which may
         hold different numbers of rows: each divides its sum by the mean number."""
+        if self.schema.logit_shift:  # negatives were left out, and the model's own logits are to be those of all rows
+            logits = torch.cat([logits[:, :1] + self.schema.logit_shift, logits[:, 1:]], 1)
         losses = F.binary_cross_entropy_with_logits(logits, batch.label, reduction="none").sum(1)
         if batch.weight is not None:
             losses = losses * batch.weight
@@ -245,11 +322,11 @@ class Trainer:
         else:
             self.logger.progress(self.progress.step, self.total_steps)
 
-    def _write_losses(self) -> None:
-        """Check and log the steps since the last call, if there are any."""
+    def _write_losses(self) -> list[float]:
+        """Check and log the steps since the last call, if there are any. Returns their losses."""
         taken, self._losses = self._losses, []
         if not taken:
-            return
+            return []
         self._check_finite(taken)
         local = torch.stack([loss for loss, _ in taken]).double().cpu()
         losses = (self.runtime.sum(local) / self.runtime.size).tolist()
@@ -262,6 +339,7 @@ class Trainer:
         step = self.progress.step
         self.logger.progress(step, self.total_steps, values)
         self.logger.metrics(step, "train", {**values, "step_loss": losses}, self.total_steps)
+        return losses
 
     def _check_finite(self, steps: list[tuple[Tensor, Tensor]]) -> None:
         """Raise for the first step whose loss or gradient norm is not a finite number."""
@@ -274,9 +352,12 @@ class Trainer:
             return
         index = int(counts.any(1).nonzero()[0])
         what = "the loss" if bool(counts[index, 0]) else "the norm of the gradients"
-        value = float(values[index, 0 if what == "the loss" else 1])
-        ranks = self.runtime.sum(_one_hot(self.runtime.rank, self.runtime.size) * int(bad[index].any()))
-        named = ", ".join(str(rank) for rank in ranks.nonzero().flatten().tolist())
+        column = 0 if what == "the loss" else 1
+        each = torch.zeros(self.runtime.size)
+        each[self.runtime.rank] = values[index, column]
+        each = self.runtime.sum(each)  # every rank adds to an entry of its own
+        ranks = (~torch.isfinite(each)).nonzero().flatten().tolist()
+        value, named = float(each[ranks[0]]), ", ".join(map(str, ranks))
         where = f" on rank {named}" if self.runtime.size > 1 else ""
         step = self.progress.step - len(steps) + index
         batch = step * self.config.trainer.grad_accumulation
@@ -304,6 +385,7 @@ class Trainer:
             raise ConfigError(f"trainer.monitor: {settings.monitor!r} cannot be computed on this data; use loss")
         sign = 1 if settings.monitor in ("auc", "gauc") else -1
         if not math.isnan(value) and (progress.best_value is None or sign * value > sign * progress.best_value):
+            self._best_before = progress.best_step, progress.best_value
             progress.best_step, progress.best_value, progress.stale = progress.step, value, 0
         else:
             progress.stale += 1
@@ -323,10 +405,12 @@ class Trainer:
         loader = self.data.eval_loader(split, rank=runtime.rank, world_size=runtime.size)
         self.model.eval()
         try:
-            with torch.no_grad(), kept_rng():
+            average = self.average.applied() if self.average is not None else nullcontext()
+            with average, torch.no_grad(), kept_rng(), evaluated_eagerly(not self.config.backend.compile_eval):
                 for index, batch in enumerate(DeviceBatches(loader, runtime.device)):
                     if limit is not None and index >= limit:
                         break
+                    runtime.health.at(f"{split} batch {index}")
                     if self._stop_requested():
                         return None
                     evaluation.add(self._logits(batch, self._rows(batch)), batch)
@@ -341,7 +425,7 @@ class Trainer:
         if self.config.trainer.checkpoint and best is not None and best != self.progress.step:
             self.checkpoints.load(best, self.tensors(optimizer=False))
             self.optimizers.loaded()
-        metrics = self.evaluate("test")
+        metrics = self.evaluate("test", self.config.trainer.test_batches)
         if metrics is None:
             raise self._stopped()
         self.logger.metrics(self.progress.step, "test", metrics, self.total_steps)
@@ -351,6 +435,8 @@ class Trainer:
         """What a checkpoint holds, by name; loading fills these very tensors."""
         tensors = {f"dense/{name}": value for name, value in self.dense.state_dict().items()}
         tensors |= {f"sparse/{name}": value for name, value in self.sparse.state_dict().items()}
+        if self.average is not None:
+            tensors |= {f"average/{name}": value for name, value in self.average.values.items()}
         if optimizer:
             tensors |= {f"optimizer/{name}": value for name, value in self.optimizers.state().items()}
         return tensors
@@ -358,10 +444,13 @@ class Trainer:
     def _save(self) -> None:
         if not self.config.trainer.checkpoint:
             return
+        self.runtime.health.at(f"the checkpoint of step {self.progress.step}")
         self._write_losses()  # nothing is saved after a step that went wrong, and a resumed run has the whole curve
         local = {"rng": rng_state(), "data": self._data_state}
         progress = self.progress
-        self.checkpoints.save(progress.step, self.tensors(), asdict(progress), local, progress.best_step)
+        saved = self.checkpoints.save(progress.step, self.tensors(), asdict(progress), local, progress.best_step)
+        if not saved and progress.best_step == progress.step:  # the best one that is on disk
+            progress.best_step, progress.best_value = self._best_before
 
     def resume(self, run_dir: Path) -> None:
         """Continue from the newest complete checkpoint of `run_dir`."""
@@ -399,8 +488,7 @@ class Trainer:
         """Parameters, tables and the state of both optimizers on this rank."""
         total = 0
         for value in self.tensors().values():
-            parts = [shard.tensor for shard in value.local_shards()] if hasattr(value, "local_shards") else [value]
-            total += sum(part.numel() * part.element_size() for part in parts)
+            total += sum(part.numel() * part.element_size() for part in local(value))
         return total
 
     def _profile_before(self) -> None:
@@ -444,19 +532,23 @@ class Trainer:
 
     def measure_norm_cost(self) -> float:
         """1 - median time of a step with every norm replaced by the identity / median time of a step. Call it last: the
-        learning rates are 0, but the optimizers' statistics move."""
+        learning rates are 0, but the optimizers' statistics move.
+
+        With DDP both kinds of steps leave out the exchange of gradients, which waits for those of the norms' weights.
+        """
         from recsys_norm.ops import norms_as_identity
 
         batches = self._batches()
         first = [next(batches) for _ in range(4)]
         self.optimizers.freeze()
         turn = {"with": 0, "without": 0}
+        exchange = self.runtime.size == 1 or self.config.distributed.dense != "ddp"
 
         def step(name: str) -> None:
             batch = first[turn[name] % len(first)]
             turn[name] += 1
             with norms_as_identity() if name == "without" else nullcontext():
-                self._forward_backward(batch, last=True)
+                self._forward_backward(batch, last=exchange)
             self.optimizers.clip()
             self.optimizers.step()
 

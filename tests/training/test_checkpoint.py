@@ -1,6 +1,7 @@
 """A checkpoint is there as a whole or not at all."""
 
 import os
+import resource
 import subprocess
 import sys
 import textwrap
@@ -81,6 +82,26 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_says_so(tmp_path, monkeyp
     assert "No space left on device" in caplog.text and "step 1" in caplog.text
     assert checkpoints.steps() == [1] and loaded(tmp_path, 1)["optimizer/step"] == 1.0
     assert os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_a_disk_that_fills_up_while_tensors_are_written(tmp_path, caplog):
+    """The system refuses to write on in the middle of a file of tensors, as it does where the disk is full."""
+    checkpoints = Checkpoints(tmp_path, ONE)
+    large = lambda value: {"dense/w": torch.full((1 << 16, 2), value), "optimizer/step": torch.tensor(value)}  # noqa: E731
+    assert checkpoints.save(1, large(1.0), {"step": 1}, {}, None)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1]))
+    try:
+        with caplog.at_level("WARNING"):
+            assert not checkpoints.save(2, large(2.0), {"step": 2}, {}, None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "step 2 could not be written" in caplog.text and "the last complete one is of step 1" in caplog.text
+    assert checkpoints.steps() == [1] and os.listdir(tmp_path / "checkpoints") == ["step-00000001"]
+    target = large(0.0)
+    checkpoints.load(1, target)
+    assert (target["dense/w"] == 1.0).all()
+    assert checkpoints.save(3, large(3.0), {"step": 3}, {}, None) and checkpoints.steps() == [3]
 
 
 def test_what_does_not_fit_is_listed_and_nothing_is_changed(tmp_path):

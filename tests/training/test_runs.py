@@ -144,7 +144,11 @@ def test_a_directory_belongs_to_one_run(train, capsys):
 def test_a_sweep_runs_every_point_alike(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = ["trainer.max_steps=4", "trainer.eval_batches=1", "trainer.checkpoint=false", "hydra.sweep.dir=sweep"]
+    short += ["compare.isolate=false", "trainer.measure_norm_cost=false"]  # in this process, which is quicker
     main(["train.py", "-m", "backend=unfused,fused,unfused", *tiny, *short])
+    (group,) = json.loads((tmp_path / "sweep" / "comparison.json").read_text())["groups"]
+    assert [(entry["path"], entry["runs"]) for entry in group["paths"]] == [("unfused", 2), ("fused", 1)]
+    assert [set(entry["start"].values()) for entry in group["paths"]] == [{True}, {True}]
     results = [json.loads((tmp_path / "sweep" / str(job) / "summary.json").read_text()) for job in range(3)]
     assert [result["backend"] for result in results] == ["unfused", "fused", "unfused"]
     assert results[0]["loss"] == results[2]["loss"] == pytest.approx(results[1]["loss"], abs=1e-5)
