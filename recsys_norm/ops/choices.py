@@ -17,6 +17,7 @@ from recsys_norm.ops.problem import Problem
 
 FORWARD, BACKWARD = "forward", "backward"
 MAX_DISTANCE = 1.0  # |log2| of the ratio in K or N: half to twice a measured width
+_CASE = ("op", "norm", "direction", "M", "K", "N", "N2")
 ROWS_WEIGHT = 0.25  # of |log2| of the ratio in M: rows matter less than widths
 
 
@@ -55,12 +56,12 @@ def _distance(row: dict, problem: Problem) -> float | None:
 
 
 def update(rows: list[dict], arch: int, env: dict, target: Path | None = None) -> Path:
-    """Put the rows measured on one architecture in the place of its old ones; other architectures keep theirs."""
+    """Put measured rows in the place of those of the same case and architecture; all others stay."""
     target = target or path()
     table = json.loads(target.read_text()) if target.exists() else {"measured_on": {}, "rows": []}
     table["measured_on"][str(arch)] = env
-    measured = {(row["op"], row["direction"]) for row in rows}
-    kept = [r for r in table["rows"] if r["arch"] != arch or (r["op"], r["direction"]) not in measured]
+    measured = {tuple(row[k] for k in _CASE) for row in rows}
+    kept = [r for r in table["rows"] if r["arch"] != arch or tuple(r[k] for k in _CASE) not in measured]
     table["rows"] = kept + [{**row, "arch": arch} for row in rows]
     lines = ",\n  ".join(json.dumps(row) for row in table["rows"])
     target.write_text(f'{{\n "measured_on": {json.dumps(table["measured_on"])},\n "rows": [\n  {lines}\n ]\n}}\n')

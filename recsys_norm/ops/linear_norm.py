@@ -100,8 +100,7 @@ def linear_norm(
         affine = norm_weight is not None or norm_bias is not None
         keep = return_sum
         if position != "before" and stores_hat(training, affine, position, return_sum):
-            device, arch = x.device.type, arch_of(x.device)
-            keep = _product_is_written(norm, x.dtype, K, N, affine, device, arch, backend, technique)
+            keep = _product_is_written(norm, x.dtype, K, N, affine, x.device, backend, technique)
             technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
         y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, training, *policy)
@@ -110,13 +109,14 @@ def linear_norm(
 
 
 @torch.compiler.assume_constant_result
-def _product_is_written(norm, dtype, K, N, affine, device, arch, backend, technique) -> bool:
+def _product_is_written(norm, dtype, K, N, affine, device, backend, technique) -> bool:
     """Whether the technique for a large number of rows is `separate`, whose GEMM leaves z in memory: keeping that for the
     backward then costs less than writing zhat."""
-    if device != "cuda" or backend != "fused" or technique is not None:
-        return device == "cuda" and technique in ("separate", "triton/separate")
+    if device.type != "cuda" or backend != "fused" or technique is not None:
+        return device.type == "cuda" and technique in ("separate", "triton/separate")
     fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
-    problem = Problem(**fields, affine=affine, training=True, device=device, arch=arch, triton_version=triton_version())
+    where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
+    problem = Problem(**fields, affine=affine, training=True, **where)
     return choose(problem).name == "separate"
 
 

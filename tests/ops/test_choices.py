@@ -82,7 +82,7 @@ def test_a_technique_is_forced_by_name_or_by_provider_and_name(table):
         registry.select(PROBLEM, "fused", "tlx/lazy", "raise")
 
 
-def test_retuning_replaces_the_rows_of_one_architecture(table):
+def test_retuning_replaces_the_same_cases_of_one_architecture(table):
     table(row("hopper/lazy"), row("triton/lazy", op="linear_norm"))
     table(row("triton/lazy"), arch=100)
     target = table(row("triton/separate"))
