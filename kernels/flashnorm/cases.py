@@ -6,16 +6,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from recsys_norm.kernels.compile import CompileCase
-from recsys_norm.kernels.flashnorm import backward_k, backward_q, configs, forward, stats
+from recsys_norm.kernels.flashnorm import backward, configs, forward, stats
 from recsys_norm.kernels.gdpa.configs import Config
 
 _VEC = {"bf16": 8, "fp16": 8, "fp32": 4}
-_FP32 = ("mean_ptr", "rstd_ptr", "part_ptr", "columns_ptr", "weight_ptr", "bias_ptr")
-# The PFFN: layer norm of q, gelu_tanh, both residuals, rms norm of the output, all affine.
+_FP32 = ("mean_ptr", "rstd_ptr", "lse_ptr", "weight_ptr", "bias_ptr")
+# The PFFN: layer norm of q, gelu_tanh, inner residual, affine.
 _PFFN = {
-    "ACT": 5, "PRE": 1, "PRE_MEAN": True, "PRE_WEIGHT": True, "PRE_BIAS": True, "INNER": True, "POST": 1,
-    "POST_WEIGHT": True, "POST_BIAS": False, "RESIDUAL": True, "WRITE_HAT": True, "EXTRA": False, "SUM_WEIGHT": True,
-    "SUM_BIAS": True,
+    "ACT": 5, "PRE": 1, "PRE_MEAN": True, "PRE_WEIGHT": True, "PRE_BIAS": True, "INNER": True, "POST": 0,
+    "POST_WEIGHT": False, "POST_BIAS": False, "RESIDUAL": False, "WRITE_HAT": False,
 }  # fmt: skip
 
 
@@ -26,7 +25,6 @@ def attention_case(
     d: int,
     resident: bool = True,
     dtype: str = "bf16",
-    heads: int = 4,
     masked: bool = False,
     **options: Any,
 ) -> CompileCase:
@@ -35,7 +33,6 @@ def attention_case(
     constants = _PFFN | {
         "MASKED": masked,
         "RESIDENT": resident,
-        "HEADS": configs.padded_heads(heads),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
         "BLOCK_D": width,
@@ -52,7 +49,7 @@ def attention_case(
         name = parameter.name
         if parameter.is_constexpr:
             args[name] = constants[name]
-        elif name.endswith(("offsets_ptr", "count_ptr")):
+        elif name.endswith("offsets_ptr"):
             args[name] = "*i32:16"
         elif name.endswith(_FP32):
             args[name] = "*fp32:16"
@@ -77,13 +74,18 @@ def statistics_case(heads: int, d: int) -> CompileCase:
 
 
 def compile_cases(arch: int) -> Iterator[CompileCase]:
-    """The PFFN of 4 heads of 128 with its keys on chip, and for Hopper the form that streams keys, windowed."""
-    resident = configs.resident_block(arch, 128, 2, 128)
-    yield attention_case(forward.forward, configs.forward(arch, 128, 2, resident), d=128)
-    yield attention_case(backward_q.backward_q, configs.backward_q(arch, 128, 2, resident), d=128)
-    yield attention_case(backward_k.backward_k, configs.backward_k(arch, 128, 2, 128), d=128)
+    """The PFFN with heads of 128 and its keys on chip (for the one-pass backward: the widest head for which the
+    architecture uses it), keys streamed for a window, and for Hopper softmax and one head with its post-norm."""
+    width = max(d for d in (64, 128) if configs.resident_block("backward", arch, d, 2, 128))
+    streamed = dict(d=128, resident=False, masked=True)
+    yield attention_case(forward.forward, configs.forward(arch, 128, 2, 128), d=128)
+    yield attention_case(backward.backward_resident, configs.backward_resident(arch, width, 128), d=width)
+    yield attention_case(backward.backward_q, configs.backward_q(arch, 128, 2), **streamed)
+    yield attention_case(backward.backward_k, configs.backward_k(arch, 128, 2), **streamed)
     yield statistics_case(4, 128)
     if arch == 90:
-        streamed = dict(d=128, resident=False, masked=True)
-        yield attention_case(forward.forward, configs.forward(arch, 128, 2, None), **streamed)
-        yield attention_case(backward_q.backward_q, configs.backward_q(arch, 128, 2, None), **streamed, PRE=2)
+        one = dict(POST=1, POST_WEIGHT=True, RESIDUAL=True, WRITE_HAT=True)
+        yield attention_case(forward.forward, configs.forward(arch, 128, 2, 128), d=128, **one)
+        yield attention_case(forward.forward, configs.forward(arch, 128, 2, None), **streamed, ACT=-1)
+        yield attention_case(backward.backward_q, configs.backward_q(arch, 128, 2), **streamed, ACT=-1)
+        yield attention_case(backward.backward_k, configs.backward_k(arch, 128, 2), **streamed, ACT=-1)

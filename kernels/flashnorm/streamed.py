@@ -13,7 +13,7 @@ from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand
 from recsys_norm.kernels.gdpa.elementwise import activate, activate_with_slope
 
 SOFTMAX = tl.constexpr(-1)  # among the activations' codes
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def masked_scores(s, m, n, k_len, left, right, scale, MASKED: tl.constexpr):
     allowed = (n < k_len)[None, :]
     if MASKED:
         allowed = allowed & in_window(m[:, None], n[None, :], left, right)
-    return tl.where(allowed, s * (scale * _LOG2E), float("-inf"))
+    return tl.where(allowed, s * (scale * LOG2E), float("-inf"))
 
 
 @triton.jit

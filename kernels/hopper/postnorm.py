@@ -131,7 +131,7 @@ def forward(
         members * groups,
         *(x, weight, residual if before else y, y, y if side is None else side),
         *(*vectors, mean, rstd, residual if after else None, message_space(x.device)),
-        *(residual.stride(0) if after else 0, M, N, -(-K // 64), members, groups, *kinds, int(before), form, eps),
+        *(residual.stride(0) // 2 if after else 0, M, N, -(-K // 64), members, groups, *kinds, int(before), form, eps),
         cooperative=True,
     )
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)

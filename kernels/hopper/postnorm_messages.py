@@ -24,21 +24,29 @@ _PUBLISH = gl.constexpr("""{
 
 
 @gluon.constexpr_function
-def await_asm(n):
-    """Poll n messages until all carry their number. Operands: n means, n M2, n addresses, n numbers."""
-    means, squares, addresses, numbers = ([f"${g * n + i}" for i in range(n)] for g in range(4))
-    lines = ["{", f" .reg .pred p; .reg .b64 a<{n}>, b<{n}>; .reg .b32 s, t;", "POLL:"]
-    lines += [f" ld.relaxed.gpu.global.v2.b64 {{a{i}, b{i}}}, [{addresses[i]}];" for i in range(n)]
-    lines.append(" setp.ne.u32 p, 0, 0;")
-    for i in range(n):
-        lines.append(f" mov.b64 {{{means[i]}, s}}, a{i}; mov.b64 {{{squares[i]}, t}}, b{i};")
-        lines.append(f" setp.ne.or.u32 p, s, {numbers[i]}, p; setp.ne.or.u32 p, t, {numbers[i]}, p;")
-    return "\n".join(lines + [" @p bra POLL;", "}"])
+def message_layout(rows, warps):
+    """8 lanes read the 8 peers' messages of a row; 4 rows per warp, and again for further rows."""
+    return gl.BlockedLayout([1, 1], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def await_constraints(n):
-    return ",".join(["=&f"] * (2 * n) + ["l"] * n + ["r"] * n)
+def message_type(rows, warps):
+    return gl.distributed_type(gl.float32, [rows, 8], message_layout(rows, warps))
+
+
+@gluon.constexpr_function
+def _await_asm(outputs, inputs):
+    """Poll the messages of a thread's rows, which are `pitch` bytes apart, until all carry their number."""
+    (means, squares), ((address,), (number,), (pitch,)) = outputs, inputs
+    n = len(means)
+    lines = [f"{{ .reg .pred p; .reg .b64 a<{n}>, b<{n}>, at; .reg .b32 s, t;", "POLL:", f"mov.b64 at, {address};"]
+    for i in range(n):
+        lines.append(f"ld.relaxed.gpu.global.v2.b64 {{a{i}, b{i}}}, [at];" + (f" add.s64 at, at, {pitch};" if i < n - 1 else ""))
+    lines.append("setp.ne.u32 p, 0, 0;")
+    for i in range(n):
+        lines.append(f"mov.b64 {{{means[i]}, s}}, a{i}; mov.b64 {{{squares[i]}, t}}, b{i};")
+        lines.append(f"setp.ne.or.u32 p, s, {number}, p; setp.ne.or.u32 p, t, {number}, p;")
+    return "\n".join(lines + ["@p bra POLL;", "}"])
 
 
 @gluon.jit
@@ -55,22 +63,17 @@ def publish(at, mean, m2, sequence):
     )
 
 
-@gluon.constexpr_function
-def message_layout(rows):
-    """8 lanes read the 8 peers' messages for 4 rows: the rows that they hold of a strip of 16 rows per warp."""
-    return gl.BlockedLayout([1, 1], [4, 8], [rows // 16, 1], [1, 0])
-
-
 @gluon.jit
 def await_messages(at, NC, sequence, ROWS: gl.constexpr):
-    """(means, M2, peer): [ROWS, PEERS] and [PEERS]. Peers at or past NC repeat the last one."""
-    L: gl.constexpr = message_layout(ROWS)
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, L))
+    """(means, M2, peer): [ROWS, PEERS] and [PEERS], by ROWS / 32 warps. Peers at or past NC repeat the last one."""
+    WARPS: gl.constexpr = ROWS // 32
+    L: gl.constexpr = message_layout(ROWS, WARPS)
+    rows = gl.arange(0, 4 * WARPS, gl.SliceLayout(1, L))
     peer = gl.arange(0, PEERS, gl.SliceLayout(0, L))
-    address = at + (gl.minimum(peer, NC - 1) * 128)[None, :] + (2 * rows)[:, None]
-    mean, m2 = gl.inline_asm_elementwise(
-        await_asm(4), await_constraints(4), [address, sequence], dtype=(gl.float32, gl.float32), is_pure=False, pack=4
-    )
+    first = at + (gl.minimum(peer, NC - 1) * 128)[None, :] + (2 * rows)[:, None]
+    T: gl.constexpr = message_type(ROWS, WARPS)
+    pitch = gl.to_tensor(4 * WARPS * 16).to(gl.int64)
+    mean, m2 = gl.inline_asm(_await_asm, ("=&f", "=&f", "l", "r", "l"), [first, sequence, pitch], (T, T), is_pure=False)
     return mean, m2, peer
 
 

@@ -63,20 +63,29 @@ class Subject:
         return torch.autograd.grad(self.forward(), self._wanted, self.grads)
 
 
-def errors(case: Case, subject: Subject, tensors: dict, direction: str) -> list[float]:
-    """Relative errors of what a direction computes, against fp64."""
-    double = {n: None if t is None else t.detach().double().requires_grad_() for n, t in tensors.items()}
-    truth = getattr(reference, case.op)(**double, **case.options())
-    truth = truth if isinstance(truth, tuple) else (truth,)
-    pairs = []
-    if direction != "backward":
-        pairs += [(a, r, True) for a, r in zip(subject.outputs, truth)]
-    if direction != "forward":
-        wanted = [t for t in double.values() if t is not None]
-        grads = torch.autograd.grad(truth, wanted, [g.double() for g in subject.grads])
-        by_row = [t.shape[0] == case.M for t in wanted]
-        pairs += list(zip(subject.backward(), grads, by_row))
-    return [relative_error(a, r, rows=rows) for a, r, rows in pairs]
+class Truth:
+    """What a case should give, in fp64; gradients are computed when they are first asked for."""
+
+    def __init__(self, case: Case, tensors: dict, grads: list):
+        self._case = case
+        double = {n: None if t is None else t.detach().double().requires_grad_() for n, t in tensors.items()}
+        self._wanted = [t for t in double.values() if t is not None]
+        outputs = getattr(reference, case.op)(**double, **case.options())
+        self._outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._cotangents = grads
+        self._grads: tuple | None = None
+
+    def errors(self, subject: Subject, direction: str) -> list[float]:
+        """Relative errors of what a direction computes."""
+        pairs = []
+        if direction != "backward":
+            pairs += [(a, r, True) for a, r in zip(subject.outputs, self._outputs)]
+        if direction != "forward":
+            if self._grads is None:
+                self._grads = torch.autograd.grad(self._outputs, self._wanted, [g.double() for g in self._cotangents])
+            by_row = [t.shape[0] == self._case.M for t in self._wanted]
+            pairs += list(zip(subject.backward(), self._grads, by_row))
+        return [relative_error(a, r, rows=rows) for a, r, rows in pairs]
 
 
 def measure_case(
@@ -97,16 +106,19 @@ def measure_case(
         grads = subjects[label].grads
         served = registry.counts().get(case.op, {})
         subjects[label].technique = next(iter(served), None)
+    truth = Truth(case, tensors, grads)
     for direction in directions:
-        unfused = errors(case, subjects["unfused"], tensors, direction)
+        unfused = truth.errors(subjects["unfused"], direction)
         allowed = [2 * min(e, CAP[case.dtype]) + TINY[case.dtype] for e in unfused]
         right, failed = {}, {}
         for label, subject in subjects.items():
+            registry.reset_counts()
             try:
-                found = errors(case, subject, tensors, direction) if label != "unfused" else unfused
+                found = truth.errors(subject, direction) if label != "unfused" else unfused
             except Exception as error:
                 failed[label], found = f"{type(error).__name__}: {error}", [float("nan")]
             right[label] = all(e <= a for e, a in zip(found, allowed)), max(found)
+            subject.technique = next(iter(registry.counts().get(case.op, {})), subject.technique)  # of the backward
         functions = {label: getattr(s, direction) for label, s in subjects.items() if right[label][0]}
         functions |= {"gemm": gemms(case, tensors, direction), "norm": norm_alone(case, tensors, direction)}
         times = watch.time(functions, launches)

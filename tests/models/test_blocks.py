@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from recsys_norm.models import blocks
 from recsys_norm.models.config import EventConfig
-from recsys_norm.models.tokens import EventTokens, locate, rotate
+from recsys_norm.models.tokens import N_TIME, EventTokens, locate, rotate
 
 HOW = {name: dict(backend="unfused") for name in ("linear", "attention")}
 OFFSETS = torch.tensor([0, 0, 4, 10, 10, 11], dtype=torch.int32)  # rows of 0, 4, 6, 0, 1 events
@@ -197,3 +197,22 @@ def test_event_tokens_know_position_age_and_candidate():
     assert (same[3] - same[2]).norm() > 1e-2
     assert (older - x).abs().amax(1).nonzero().flatten().tolist() == [5]
     assert (other - x).abs().amax(1).nonzero().flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("candidates", [True, False])
+@pytest.mark.parametrize("products", ["match", "all"])
+def test_event_products(products, candidates):
+    schema = make_schema(events=("long",), candidates=candidates)
+    tokens = EventTokens(make_config(event_products=products), LONG, schema.events[0], schema, HOW)
+    seen = []
+    tokens.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    fields, candidate = torch.randn(T, 16), torch.randn(B, 1, 8) if candidates else None
+    tokens(fields, OFFSETS, torch.ones(T), candidate)
+    item, action = fields.split(8, 1)
+    expected = [item * action] if products == "all" else []
+    if candidates:
+        of_row = candidate[[1] * 4 + [2] * 6 + [4], 0]
+        matched = [item, action, item * action] if products == "all" else [item]
+        expected += [x * of_row for x in matched]
+    made = seen[0][:, fields.shape[1] + 2 * N_TIME :]  # after the fields and the phases of the age
+    torch.testing.assert_close(made, torch.cat([fields[:, :0], *expected], 1), rtol=0, atol=0)

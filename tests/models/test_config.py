@@ -70,6 +70,7 @@ def test_unknown_key_and_wrong_type(override, key):
         (lambda: EventConfig(window=0), "window=0"),
         (lambda: EventConfig(tau=0.0), "tau=0.0"),
         (lambda: ModelConfig(residual_position="middle"), "residual_position='middle'"),
+        (lambda: ModelConfig(event_products="some"), "event_products='some'"),
         (lambda: ModelConfig(fmb_tokens=8, n_sum=8), "fmb_tokens=8"),
         (lambda: ModelConfig(dropout=1.0), "dropout=1.0"),
     ],

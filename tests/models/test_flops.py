@@ -24,7 +24,8 @@ def test_pairs():
 def test_counts_what_pytorch_counts(schema, comp_skip):
     """With full rows nothing is padded, and the only products that do not count are the masked pairs."""
     events = {"long": EventConfig(16, 2, 3, 2, max_len=6), "short": EventConfig(8, 1, 2, 2, max_len=4)}
-    config = make_config(events=events, comp_skip=comp_skip, experts=2)
+    products = "match" if comp_skip else "all"
+    config = make_config(events=events, comp_skip=comp_skip, experts=2, event_products=products)
     lengths = {"long": [6] * 5, "short": [4] * 5}
     model, batch = Kunlun(config, schema, backend="unfused", attention="eager"), make_batch(schema, lengths, rows=5)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -1,21 +1,22 @@
-"""Run as a program by test_kills: trains once in peace, then kills the same run (SIGKILL) at random moments and continues
-it each time, until it has ended. Each attempt is a fork of this process, which has imported everything once.
+"""Run as a program by test_kills: trains once in peace, then kills the same run (SIGKILL) at random moments and
+continues it each time, until it has ended. Each attempt is a fork of this process, so that it starts within 0.1 s.
 
 killed.py FOLDER KILLS override ...   leaves FOLDER/whole and FOLDER/killed, and prints one JSON object.
 """
 
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
 
 from hydra import compose, initialize_config_module
 
-import recsys_norm.models.kunlun  # noqa: F401  imported before the first fork
 from recsys_norm.training import main
 from recsys_norm.training.run import run
 from recsys_norm.training.trainer import Trainer
@@ -55,25 +56,38 @@ def saved(folder):
     return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
+def seconds_per_step(config, folder):
+    """Train, and return the median time from one step (with its checkpoint) to the next."""
+    original, times = Trainer._step, []
+
+    def timed(self, batches):
+        times.append(time.perf_counter())
+        original(self, batches)
+
+    Trainer._step = timed
+    run(config, folder)
+    Trainer._step = original
+    return statistics.median(b - a for a, b in itertools.pairwise(times))
+
+
 def script(root, kills, overrides):
     main.register()
     with initialize_config_module("recsys_norm.configs", version_base="1.3"):
         config = main.checked(compose("config", overrides=overrides))
-    child, _ = attempt(config, root / "whole", resume=False)
-    finish(child)
+    step = seconds_per_step(config, root / "whole")
     moments, folder, done, resumed, unfinished = random.Random(0), root / "killed", 0, [], 0
     while done < kills:
         if not saved(folder):
             shutil.rmtree(folder, ignore_errors=True)
         steps = saved(folder)
         child, begun = attempt(config, folder, resume=bool(steps))
-        # A fifth of the kills hits the start, the others the first half second of training.
+        # A fifth of the kills hits the start, too; the others training only.
         if done % 5:
             if os.read(begun, 1) != b"x":
                 raise SystemExit(f"the run did not continue from {steps}: {os.waitpid(child, 0)}")
-            time.sleep(moments.uniform(0, 0.5))
+            time.sleep(moments.uniform(0, 2.5 * step))
         else:
-            time.sleep(moments.uniform(0, 0.7))
+            time.sleep(moments.uniform(0, 4 * step))
         os.close(begun)
         os.kill(child, signal.SIGKILL)
         if not os.WIFSIGNALED(os.waitpid(child, 0)[1]):
