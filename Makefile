@@ -1,5 +1,7 @@
 # make train        install what is missing, then train the small model on synthetic data (ARGS="key=value ..." adds overrides)
 # make test         install what is missing, then run the tests (ARGS="-k name ..." adds pytest options)
+# make lint         ruff and the type checker
+# make docs         build the documentation into docs/_site
 # make cubins       compile the Hopper kernels whose sources have changed (kernels/hopper), without a GPU, in .venv-aot
 # Everything is installed into .venv; a second call installs nothing. SET=cpu or SET=cuda overrides the choice of packages.
 
@@ -20,7 +22,7 @@ STAMP := $(VENV)/.installed-$(SET)-$(shell cat $(PINS) | cksum | cut -d' ' -f1)
 AOT := .venv-aot
 AOT_TRITON := $(shell sed -n 's/^TRITON_VERSION = "\(.*\)"/triton==\1/p' kernels/hopper/build.py 2>/dev/null)
 
-.PHONY: train test lint cubins data-movielens install rebuildable
+.PHONY: train test lint docs cubins data-movielens install rebuildable
 
 train: install
 	$(VENV)/bin/python train.py experiment=quickstart $(ARGS)
@@ -30,6 +32,10 @@ test: install data-movielens rebuildable
 
 lint: install
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+
+docs: install
+	$(VENV)/bin/python docs/build.py
 
 install: $(STAMP)
 

@@ -27,8 +27,7 @@ from recsys_norm import ops, reference
 from recsys_norm.bench.timing import Stopwatch, percentile
 from recsys_norm.kernels.flashnorm import launch
 from recsys_norm.kernels.gdpa.configs import Config
-from recsys_norm.kernels.gdpa.launch import Spec
-from recsys_norm.kernels.norm.launch import norm_backward
+from recsys_norm.kernels.norm.launch import norm_backward, norm_forward
 from recsys_norm.ops.activations import get
 from recsys_norm.testing import check_close_to_reference, relative_error
 
@@ -186,49 +185,44 @@ def measure(shape: Shape, backends: list[str], rounds: int) -> list[dict[str, An
     return records
 
 
-FORWARD_SWEEP = [Config(64, 128, 4, 1), Config(128, 128, 8, 1)]
-QUERY_SWEEP = [Config(64, 128, 4, 1), Config(128, 128, 8, 1), Config(64, 128, 8, 1)]
-KEY_SWEEP = [Config(64, 128, 8, 2), Config(64, 128, 8, 3), Config(64, 128, 8, 1), Config(32, 128, 8, 3)]
+FORWARD_SWEEP = [(Config(64, 128, 4, 1), splits) for splits in (None, 1, 2, 4)]
+BACKWARD_SWEEP = [Config(64, 128, 8, 3), Config(64, 128, 8, 2), Config(32, 128, 8, 3)]
 
 
 def parts(data: Data) -> dict[str, Callable[[], Any]]:
     """Calls of the kernels apart, with other block sizes and numbers of programs per sequence."""
-    shape = data.shape
     q, k, v, weight, bias, post = (x.detach() for x in data.leaves.values())
-    spec = Spec(max(data.lengths), KEYS, [(0, shape.heads, get(ACTIVATION).code)], 1 / shape.longest, None, None)
-    tensors = (q, k, v, data.q_offsets, data.k_offsets)
-    options = dict(inner=True, write_hat=True, eps=1e-5)
-    norms = launch.PreNorm("layer", False, weight, bias), launch.PostNorm("rms", post)
-    _, hat, (q_mean, q_rstd, _, o_rstd) = launch.forward(*tensors, q, spec, *norms, **options)
-    pre = launch.PreNorm("layer", False, weight, bias, q_mean, q_rstd)
-    grad = data.grad.flatten(1)
+    runs = [(0, data.shape.heads, get(ACTIVATION).code)]
+    spec = launch.Spec(max(data.lengths), KEYS, runs, 1 / data.shape.longest, None, None)
+    tensors, cut = (q, k, v, data.q_offsets, data.k_offsets), (data.q_offsets, 1)
+    mean, centre, rstd = launch.row_statistics(q, data.q_offsets, True, False, 1e-5)
+    pre = launch.PreNorm("layer", False, weight, bias, mean, rstd, centre)
 
-    def post_backward() -> Any:
-        cut = (data.q_offsets, 1)
-        return norm_backward(
-            grad, hat.flatten(1), None, o_rstd, post, norm="rms", hat=True, dweight=torch.float32, cut=cut
-        )
+    def attend(**override: Any) -> Tensor:
+        return launch.forward(*tensors, None, spec, pre, launch.PostNorm(None), inner=True, **override)[0]
 
-    do = post_backward().dz.view(q.shape)
+    z, rows, grad = attend().flatten(1), q.flatten(1), data.grad.flatten(1)
+    normed = norm_forward(z, post, norm="rms", eps=1e-5, after=rows, write_hat=True, cut=cut)
+
+    def after() -> Any:
+        rms = dict(norm="rms", hat=True, dweight=torch.float32, cut=cut)
+        return norm_backward(grad, normed.hat, None, normed.rstd, post, **rms)
+
+    do = after().dz
+    dqn = launch.backward(do.view(q.shape), *tensors, spec, pre)[0].flatten(1)
+    layer = dict(norm="layer", more_dy=do, dweight=torch.float32, dbias=torch.float32, cut=cut)
     candidates: dict[str, Callable[[], Any]] = {
-        "statistics": lambda: launch.row_statistics(q, data.q_offsets, True, 1e-5),
-        "post backward": post_backward,
+        "statistics of q": lambda: launch.row_statistics(q, data.q_offsets, True, False, 1e-5),
+        "post-norm": lambda: norm_forward(z, post, norm="rms", eps=1e-5, after=rows, write_hat=True, cut=cut),
+        "post-norm backward": after,
+        "pre-norm backward": lambda: norm_backward(dqn, rows, mean, rstd, weight, **layer),
     }
-    for config in FORWARD_SWEEP:
-        for splits in (None, 1, 2, 4):
-            candidates[f"forward {config} {splits}"] = lambda c=config, s=splits: launch.forward(
-                *tensors, q, spec, *norms, **options, config=c, splits=s
-            )
-    for config in QUERY_SWEEP:
-        for splits in (None, 2):
-            candidates[f"queries {config} {splits}"] = lambda c=config, s=splits: launch.backward_q(
-                do, *tensors, None, spec, pre, inner=True, dweight=True, dbias=True, config=c, splits=s
-            )
-    for config in KEY_SWEEP:
-        for lazy in (False, True):
-            candidates[f"keys {config} lazy={lazy}"] = lambda c=config, z=lazy: launch.backward_k(
-                do, *tensors, spec, pre, config=c, lazy=z
-            )
+    for config, splits in FORWARD_SWEEP:
+        candidates[f"forward {config} {splits}"] = lambda c=config, s=splits: attend(config=c, splits=s)
+    for config in BACKWARD_SWEEP:
+        candidates[f"backward {config}"] = lambda c=config: launch.backward(
+            do.view(q.shape), *tensors, spec, pre, config=c
+        )
     return candidates
 
 
@@ -255,6 +249,7 @@ def main() -> None:
     parser.add_argument("--json", help="file for one JSON object per line")
     arguments = parser.parse_args()
     began = time.time()
+    torch._functorch.config.donated_buffer = False  # a backward is timed many times over
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     sink = open(arguments.json, "w") if arguments.json else None
     for shape in [PFFN, *SHAPES]:

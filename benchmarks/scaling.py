@@ -4,8 +4,8 @@
 
 For each model and backend, in the same processes: rank 0 trains alone with a batch of B rows and tables of its own, and
 all ranks train together with B rows each and sharded tables. Blocks of steps of the two alternate, so that a drifting
-clock meets both. efficiency = median step alone / median step of the slowest rank together. The batches are made before
-and stay on the device.
+clock meets both. efficiency = median step alone / median step of the slowest rank together; with `--strong` also
+strong_efficiency, of all ranks with B / ranks rows each. The batches are made before and stay on the device.
 
 Gate: kunlun_tiny in fp32, the same rows on one rank and on all: without equal losses nothing is timed. Each result is
 written when it is there; after `--budget` seconds no further case begins.
@@ -55,7 +55,7 @@ def case_overrides(args: argparse.Namespace, model: str, backend: str) -> list[s
         "data=synthetic",
         "data.vocabulary=null",
         f"data.pool={BATCHES}",
-        "data.bayes_rows=512",
+        "data.bayes_rows=64",
         "data.num_workers=0",
         "distributed=torchrec",
         f"model.tables.rows={rows}",
@@ -70,30 +70,29 @@ def case_overrides(args: argparse.Namespace, model: str, backend: str) -> list[s
 
 
 class Case:
-    """One model and backend: the trainer of all ranks together, then on rank 0 the one of rank 0 alone."""
+    """One model and backend: a trainer for each way to spread it. "alone" is rank 0's; "together" and "strong" take all
+    ranks, with B rows and with B / ranks rows on each."""
 
-    def __init__(self, overrides: list[str], alone_overrides: list[str], processes: Any, alone: Any, folder: Path):
-        self.overrides, self.alone_overrides = overrides, alone_overrides
-        self.processes, self._alone, self._folder = processes, alone, folder
-        self.together = self.alone = None
+    def __init__(self, overrides: dict[str, list[str]], processes: Any, alone: Any, folder: Path):
+        self.overrides, self.processes = overrides, processes
+        self._alone, self._folder = alone, folder
+        self.trainers: dict[str, Any] = {}
 
-    def build_together(self) -> None:
+    def build(self, name: str) -> None:
         from recsys_norm.training.run import build
 
-        self.together = build(composed(self.overrides), self.processes, _made(self._folder / "together"))
-
-    def build_alone(self) -> None:
-        from recsys_norm.training.run import build
-
-        if self.processes.main:
-            self.alone = build(composed(self.alone_overrides), self._alone, _made(self._folder / "alone"))
+        self.trainers[name] = None
+        if name != "alone":
+            self.trainers[name] = build(composed(self.overrides[name]), self.processes, _made(self._folder / name))
+        elif self.processes.main:
+            self.trainers[name] = build(composed(self.overrides[name]), self._alone, _made(self._folder / name))
         self.processes.barrier()
 
     def block(self, name: str, steps: int) -> tuple[float, list[float]] | None:
         """Milliseconds per step and the losses, or None on a rank that waits."""
         self.processes.health.at(f"a block of {steps} steps {name}")
         self.processes.barrier()
-        trainer = getattr(self, name)
+        trainer = self.trainers[name]
         result = None
         if trainer is not None:
             _wait(self.processes.device)
@@ -131,9 +130,9 @@ def gate(args: argparse.Namespace, processes: Any, alone: Any, folder: Path) -> 
         small = ["model.tables.rows=1000", "data.vocabulary=1000"]
         each = [*case_overrides(args, "kunlun_tiny", "unfused"), *common, *small]
         whole = [*each, f"model.batch_size={composed(each).model.batch_size * processes.size}"]
-        case = Case(each, whole, processes, alone, folder / f"gate_{sharding}")
-        case.build_together()
-        case.build_alone()
+        case = Case({"together": each, "alone": whole}, processes, alone, folder / f"gate_{sharding}")
+        case.build("together")
+        case.build("alone")
         (_, ours), theirs = case.block("together", GATE_STEPS), case.block("alone", GATE_STEPS)
         worst = max(abs(a - b) for a, b in zip(ours, theirs[1], strict=True)) if theirs else None
         differences[sharding] = processes.broadcast(worst)
@@ -145,7 +144,7 @@ def gate(args: argparse.Namespace, processes: Any, alone: Any, folder: Path) -> 
     return differences
 
 
-def profiled(trainer: Any, processes: Any, name: str, case: Case, steps: int = 3) -> dict[str, Any] | None:
+def profiled(processes: Any, name: str, case: Case, steps: int = 3) -> dict[str, Any] | None:
     """Where the device's time of a step goes, in milliseconds: exchange that nothing hides, kernels, and idle."""
     from recsys_norm.training import profile
 
@@ -154,7 +153,7 @@ def profiled(trainer: Any, processes: Any, name: str, case: Case, steps: int = 3
         return None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recording:
         case.block(name, steps)
-    if trainer is None:
+    if case.trainers[name] is None:
         return None
     spans = sorted((s, s + d, n) for n, s, d in profile.device_events(recording))
     exchange = [(s, e) for s, e, n in spans if "nccl" in n.lower()]
@@ -192,55 +191,75 @@ def measured(args: argparse.Namespace, case: Case, processes: Any) -> dict[str, 
     from recsys_norm.training.sharding import describe
 
     begin = time.perf_counter()
-    case.build_together()
+    if processes.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(processes.device)
+    case.build("together")
     case.block("together", args.warmup)
+    together = case.trainers["together"]
+    plan = describe(together.sparse, processes)
     memory = {
-        "tables_bytes": None,
-        "static_bytes": case.together.static_bytes(),
+        "tables_bytes": sum(table["bytes_per_rank"][processes.rank] for table in plan.values()),
+        "static_bytes": together.static_bytes(),
         "peak_bytes": peak(processes.device),
     }
-    plan = describe(case.together.sparse, processes)
-    memory["tables_bytes"] = sum(table["bytes_per_rank"][processes.rank] for table in plan.values())
-    case.build_alone()
-    case.block("alone", args.warmup)
+    for name in case.overrides:
+        if name != "together":
+            case.build(name)
+            case.block(name, args.warmup)
     ready = time.perf_counter() - begin
-    times: dict[str, list[float]] = {"alone": [], "together": []}
-    losses: dict[str, float | None] = {"alone": None, "together": None}
-    for index in range(2 * args.rounds):
-        name = ("alone", "together")[(index + index // 2) % 2]  # a b b a a b b a: neither is always first
-        result = case.block(name, args.steps)
-        if result is not None:
-            times[name].append(result[0])
-            losses[name] = result[1][-1]
+    times, losses = timed(args, case)
     everyone = gathered(processes, (times, memory))
-    slowest = max(statistics.median(t["together"]) for t, _ in everyone)
-    single = statistics.median(everyone[0][0]["alone"])
-    profiles = {name: gathered(processes, profiled(getattr(case, name), processes, name, case)) for name in times}
-    return {
-        "efficiency": single / slowest,
-        "step_ms": {"alone": single, "together": slowest},
-        "blocks_ms": {"alone": everyone[0][0]["alone"], "together": [t["together"] for t, _ in everyone]},
+    step = {name: max(statistics.median(t[name]) for t, _ in everyone if t[name]) for name in times}
+    record = {
+        "efficiency": step["alone"] / step["together"],
+        "step_ms": step,
+        "blocks_ms": {name: [t[name] for t, _ in everyone] for name in times},
         "steps_per_block": args.steps,
         "last_loss": gathered(processes, losses),
         "plan": plan,
         "memory_per_rank": [m for _, m in everyone],
-        "profile": profiles,
+        "profile": {name: gathered(processes, profiled(processes, name, case)) for name in times},
         "ready_s": ready,
     }
+    if "strong" in step:
+        record["strong_efficiency"] = step["alone"] / (step["strong"] * processes.size)
+    return record
+
+
+def timed(args: argparse.Namespace, case: Case) -> tuple[dict[str, list[float]], dict[str, float | None]]:
+    """Milliseconds per step of each block on this rank, and the last loss; the order turns around in every round."""
+    times: dict[str, list[float]] = {name: [] for name in sorted(case.overrides)}
+    losses: dict[str, float | None] = dict.fromkeys(times)
+    for index in range(args.rounds):
+        for name in list(times)[:: 1 if index % 2 else -1]:
+            result = case.block(name, args.steps)
+            if result is not None:
+                times[name].append(result[0])
+                losses[name] = result[1][-1]
+    return times, losses
 
 
 def cases(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    for model in args.models.split(","):
-        for backend in args.backends.split(","):
+    for backend in args.backends.split(","):
+        for model in args.models.split(","):
             yield model, backend
 
 
-def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Into the list in that file, in the place of an earlier record of the same case."""
+    records = json.loads(path.read_text()) if path.exists() else []
+    others = [r for r in records if (r["model"], r["backend"]) != (record["model"], record["backend"])]
+    path.write_text(json.dumps([*others, record], indent=1) + "\n")
+    print(line(record), flush=True)
+
+
+def run(args: argparse.Namespace, folder: Path) -> None:
     from recsys_norm import env
     from recsys_norm.training import runtime
+    from recsys_norm.training.logging import warnings_as_lines
 
-    began, records = time.perf_counter(), []
-    with runtime.start(composed(["distributed=torchrec", *args.set])) as processes:
+    began = time.perf_counter()
+    with runtime.start(composed(["distributed=torchrec", *args.set])) as processes, warnings_as_lines(False):
         group = dist.new_group([0])  # every rank takes part in making it
         lone = replace(processes, rank=0, size=1, cpu_group=None, group=group)
         facts = {"world_size": processes.size, "device": processes.device.type, "env": env.record()}
@@ -254,17 +273,17 @@ def run(args: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
                 overrides = case_overrides(args, model, backend)
                 config = composed(overrides)
                 batch, rows = config.data.batch_size, config.model.tables.rows
-                case = Case(overrides, overrides, processes, lone, folder / str(index))
+                spread = {"together": overrides, "alone": overrides}
+                if args.strong:
+                    spread["strong"] = [*overrides, f"model.batch_size={batch // processes.size}"]
+                case = Case(spread, processes, lone, folder / str(index))
                 record |= {"batch_per_rank": batch, "rows_per_table": rows, **measured(args, case, processes)}
                 del case
                 gc.collect()
                 if processes.device.type == "cuda":
                     torch.cuda.empty_cache()
-            records.append(record)
             if processes.main:
-                args.json.write_text(json.dumps(records, indent=1) + "\n")
-                print(line(record), flush=True)
-    return records
+                write(args.json, record)
 
 
 def line(record: dict[str, Any]) -> str:
@@ -286,6 +305,7 @@ def main() -> None:
     parser.add_argument("--backends", default="fused,compiled")
     parser.add_argument("--table-gb", type=float, default=22.0)
     parser.add_argument("--warmup", type=int, default=BATCHES + 2, help="steps; all batches are seen")
+    parser.add_argument("--strong", action="store_true", help="time all ranks with the rows of one, too")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8, help="per block")
     parser.add_argument("--budget", type=float, default=270.0, help="seconds")

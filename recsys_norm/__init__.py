@@ -6,11 +6,29 @@ package alone loads neither torch, triton, torchrec nor fbgemm, and never touche
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from recsys_norm.conversion import convert as convert
+    from recsys_norm.conversion import revert as revert
 
 __version__ = "0.1.0.dev0"
 
 _SUBMODULES = frozenset(
-    ("bench", "configs", "conversion", "data", "env", "kernels", "models", "nn", "ops", "reference", "testing", "training")
+    (
+        "bench",
+        "configs",
+        "conversion",
+        "data",
+        "env",
+        "kernels",
+        "models",
+        "nn",
+        "ops",
+        "reference",
+        "testing",
+        "training",
+    )
 )
 
 

@@ -45,7 +45,8 @@ def minor(version: str) -> str:
 def versions_found() -> str:
     """One line that names the installed torch, torchrec, fbgemm and torchmetrics."""
     found = {"torch": version_of("torch"), "torchrec": version_of("torchrec")}
-    found |= fbgemm_builds() or {"fbgemm-gpu": None}
+    builds = fbgemm_builds()
+    found |= {**builds} if builds else {"fbgemm-gpu": None}
     found["torchmetrics"] = version_of("torchmetrics")
     return ", ".join(f"{name} {version or '(not installed)'}" for name, version in found.items())
 

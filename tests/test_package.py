@@ -1,6 +1,10 @@
 """The package as it is installed: what an import costs, what a wheel holds, and what a broken torchrec does."""
 
+import ast
 import importlib.metadata
+import itertools
+import json
+import math
 import os
 import re
 import shutil
@@ -8,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,12 +34,16 @@ assert x.grad.isfinite().all()
 """
 
 
-def python(*arguments, path=(), isolated=False, cwd=None):
-    """Run this interpreter with `path` in front; isolated: on `path` and the standard library alone."""
+def run(*command, path=(), cwd=None):
+    """Run a command in an environment that knows nothing of this process but `path`."""
     settings = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "TRITON_INTERPRET")}
     settings["PYTHONPATH"] = os.pathsep.join(map(str, path))
-    command = [sys.executable, *(["-S"] if isolated else []), *map(str, arguments)]
-    return subprocess.run(command, env=settings, cwd=cwd, capture_output=True, text=True, timeout=300)
+    return subprocess.run([*map(str, command)], env=settings, cwd=cwd, capture_output=True, text=True, timeout=300)
+
+
+def python(*arguments, path=(), isolated=False, cwd=None):
+    """Run this interpreter with `path` in front; isolated: on `path` and the standard library alone."""
+    return run(sys.executable, *(["-S"] if isolated else []), *arguments, path=path, cwd=cwd)
 
 
 def succeeds(done):
@@ -85,11 +94,21 @@ def test_the_checkout_is_what_runs():
 # ---- the wheel -------------------------------------------------------------------------------------------------------
 
 
+class Environment(NamedTuple):
+    """A virtual environment in another folder: the wheel, and the packages that it depends on."""
+
+    bin: Path
+    packages: Path  # its site-packages
+
+    def python(self, *arguments, cwd):
+        return run(self.bin / "python", *arguments, cwd=cwd)
+
+
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory):
-    """A folder with this checkout's wheel installed in it. Built from a copy: a build folder keeps deleted files."""
+    """This checkout's wheel, installed. Built from a copy: a build folder keeps deleted files."""
     base = tmp_path_factory.mktemp("wheel")
-    source, wheels, target = base / "source", base / "wheels", base / "installed"
+    source, wheels, venv = base / "source", base / "wheels", base / "venv"
     source.mkdir()
     for folder in FOLDERS:
         shutil.copytree(ROOT / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -98,7 +117,13 @@ def installed(tmp_path_factory):
     pip = ("-m", "pip", "--disable-pip-version-check", "-q")
     succeeds(python(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", wheels, source))
     (wheel,) = wheels.glob("*.whl")
-    succeeds(python(*pip, "install", "--no-deps", "--no-index", "--no-compile", "--target", target, wheel))
+    succeeds(python("-m", "venv", "--without-pip", venv))
+    folders = sysconfig.get_paths(vars={"base": str(venv), "platbase": str(venv)})
+    target = Environment(Path(folders["scripts"]), Path(folders["purelib"]))
+    # A path file lends what is installed here, but for this checkout: path files inside such a folder are not read.
+    write(target.packages / "dependencies.pth", sysconfig.get_path("purelib") + "\n")
+    into = ("--python", target.bin / "python")
+    succeeds(python(*pip, *into, "install", "--no-deps", "--no-index", "--no-compile", "--ignore-installed", wheel))
     return target
 
 
@@ -108,10 +133,10 @@ def test_wheel_holds_every_file(installed):
             str(file.relative_to(ROOT))
             for file in sorted((ROOT / folder).rglob("*"))
             if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".md"
-            if not (installed / place / file.relative_to(ROOT / folder)).exists()
+            if not (installed.packages / place / file.relative_to(ROOT / folder)).exists()
         ]
         assert not missing, f"add to `packages` or `package-data` in pyproject.toml: {missing}"
-    assert not {"kernels", "configs", "tests"} & {entry.name for entry in installed.iterdir()}
+    assert not {"kernels", "configs", "tests", "docs"} & {entry.name for entry in installed.packages.iterdir()}
 
 
 def test_wheel_works_in_another_folder(installed, tmp_path):
@@ -119,14 +144,57 @@ def test_wheel_works_in_another_folder(installed, tmp_path):
         RUN_AN_OP + "import recsys_norm, recsys_norm.kernels, recsys_norm.configs\n"
         "for module in (recsys_norm, recsys_norm.kernels, recsys_norm.configs): print(module.__file__)"
     )
-    for line in succeeds(python("-c", code, path=[installed], cwd=tmp_path)).split():
-        assert Path(line).is_relative_to(installed)
+    for line in succeeds(installed.python("-c", code, cwd=tmp_path)).split():
+        assert Path(line).is_relative_to(installed.packages)
 
 
-def test_wheel_has_the_command_and_its_configs(installed, tmp_path):
-    command = installed / "bin" / "recsys-norm-train"
-    config = succeeds(python(command, "--cfg", "job", path=[installed], cwd=tmp_path))
-    assert "max_steps" in config and "backend" in config
+OUTSIDE_CONFIG = """# @package _global_
+defaults:
+  - override /model: kunlun_tiny
+  - override /backend: unfused
+  - override /optimizer: outside
+  - override /logger: quiet
+trainer: {max_steps: 3, eval_batches: 1, timing_warmup: 1, threads: 1}
+model: {batch_size: 32}
+data: {num_workers: 0, train_rows: 1024, validation_rows: 64, test_rows: 64, bayes_rows: 1024}
+"""
+
+
+def test_wheel_trains_with_a_config_from_outside(installed, tmp_path):
+    """The console script, a config folder of the user's, kunlun_tiny."""
+    write(tmp_path / "mine" / "experiment" / "outside.yaml", OUTSIDE_CONFIG)
+    write(tmp_path / "mine" / "optimizer" / "outside.yaml", "defaults: [adamw]\ndense: {lr: 0.00123}\n")
+    command = installed.bin / "recsys-norm-train"
+    succeeds(run(command, "--config-dir", "mine", "experiment=outside", "hydra.run.dir=out", cwd=tmp_path))
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (summary["model"], summary["backend"], summary["steps"]) == ("kunlun_tiny", "unfused", 3)
+    assert math.isfinite(summary["loss"]) and summary["batch"] == 32
+    assert "0.00123" in (tmp_path / "out" / ".hydra" / "config.yaml").read_text()
+
+
+def imported(*roots):
+    """Top-level modules that the files import, as in `import a.b` and `from a.b import c`."""
+    for path in itertools.chain.from_iterable((ROOT / root).rglob("*.py") for root in roots):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                yield from (alias.name.split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                yield node.module.split(".")[0]
+
+
+def test_dependencies_name_what_is_imported():
+    project = (ROOT / "pyproject.toml").read_text()
+    lines = re.findall(r"^(?:dependencies|train) = \[(.*?)\]$", project, re.M | re.S)
+    named = {name.lower() for line in lines for name in re.findall(r'"([\w-]+)', line)}
+    named |= {"torchrec", "fbgemm-gpu"}  # extra torchrec-cuda, or the pair for the CPU
+    named |= {"triton", "cuda"}  # come with torch for CUDA; without them the kernels say why they cannot run
+    distributions = importlib.metadata.packages_distributions()
+    missing = {}
+    for module in set(imported("recsys_norm", "kernels", "configs")) - set(sys.stdlib_module_names):
+        names = {name.lower().replace("_", "-") for name in distributions.get(module, [module])}
+        if not {module, *names, *(name.removesuffix("-cpu") for name in names)} & (named | {"recsys_norm"}):
+            missing[module] = names
+    assert not missing, f"name them in pyproject.toml: {missing}"
 
 
 # ---- torchrec or fbgemm missing or broken ----------------------------------------------------------------------------
@@ -317,6 +385,13 @@ def test_backends_name_what_a_gpu_lacks(monkeypatch):
 def test_unwritten_memory_is_nan():
     assert torch.empty(100).isnan().all() and torch.zeros(2, 3).new_empty(5).isnan().all()
     assert torch.empty_strided((4, 2), (2, 1), dtype=torch.bfloat16).isnan().all()
+
+
+def test_ruff_finds_nothing():
+    pytest.importorskip("ruff")
+    succeeds(
+        python("-m", "ruff", "check", "--no-cache", "recsys_norm", "kernels", "tests", "docs", "examples", cwd=ROOT)
+    )
 
 
 # ---- make ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from recsys_norm.kernels.flashnorm import backward, configs, forward, stats
 from recsys_norm.kernels.gdpa.configs import Config
 
 _VEC = {"bf16": 8, "fp16": 8, "fp32": 4}
-_FP32 = ("mean_ptr", "rstd_ptr", "lse_ptr", "weight_ptr", "bias_ptr")
+_FP32 = ("mean_ptr", "rstd_ptr", "rows_ptr", "weight_ptr", "bias_ptr")
 # The PFFN: layer norm of q, gelu_tanh, inner residual, affine.
 _PFFN = {
     "ACT": 5, "PRE": 1, "PRE_MEAN": True, "PRE_WEIGHT": True, "PRE_BIAS": True, "INNER": True, "POST": 0,
@@ -76,10 +76,11 @@ def statistics_case(heads: int, d: int) -> CompileCase:
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """The PFFN with heads of 128 and its keys on chip (for the one-pass backward: the widest head for which the
     architecture uses it), keys streamed for a window, and for Hopper softmax and one head with its post-norm."""
-    width = max(d for d in (64, 128) if configs.resident_block("backward", arch, d, 2, 128))
+    widths = [d for d in (64, 128) if configs.resident_block("backward", arch, d, 2, 128)]
     streamed = dict(d=128, resident=False, masked=True)
     yield attention_case(forward.forward, configs.forward(arch, 128, 2, 128), d=128)
-    yield attention_case(backward.backward_resident, configs.backward_resident(arch, width, 128), d=width)
+    for width in widths[-1:]:
+        yield attention_case(backward.backward_resident, configs.backward_resident(arch, width, 128), d=width)
     yield attention_case(backward.backward_q, configs.backward_q(arch, 128, 2), **streamed)
     yield attention_case(backward.backward_k, configs.backward_k(arch, 128, 2), **streamed)
     yield statistics_case(4, 128)

@@ -54,30 +54,55 @@ def own_statistics(x, first, cols, width, eps, HAS_MEAN: tl.constexpr, EVEN: tl.
 
 
 @triton.jit
-def load_normed(
-    q_base, first_base, mean_ptr, rstd_ptr, gamma, beta, start, m, limit, token, heads, head, cols, width,
-    PRE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+def load_raw(
+    q_base, first_base, mean_ptr, rstd_ptr, start, m, limit, token, heads, head, cols, width,
+    PRE: tl.constexpr, HAS_MEAN: tl.constexpr, EVEN: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows m of q (zeros from row `limit` on) after the pre-norm, in q's dtype. The statistics of a sequence's rows
-    begin at row `start`, one per row or per row and head; with SHIFT the mean is relative to that at `first_base`."""
+    """(q, first, mean, rstd) of rows m, zeros from row `limit` on. A sequence's statistics begin at row `start`,
+    one per row or per row and head; with SHIFT the mean is relative to the row's element at `first_base`."""
     q = load_tile(q_base, m, limit, token, cols, width, EVEN, UPCAST)
+    rstd = tl.zeros([m.shape[0]], tl.float32)
+    mean = rstd
+    first = rstd
     if PRE != 0:
         live = m < limit
         at = start + m
         if PRE == PER_HEAD:
             at = at * heads + head
         rstd = tl.load(rstd_ptr + at, mask=live, other=0.0)
-        mean = rstd
-        first = rstd
         if HAS_MEAN:
             mean = tl.load(mean_ptr + at, mask=live, other=0.0)
             if SHIFT:
                 first = tl.load(first_base + m.to(tl.int64) * token, mask=live, other=0.0).to(tl.float32)
+    return q, first, mean, rstd
+
+
+@triton.jit
+def normed(
+    q, first, mean, rstd, gamma, beta, PRE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, EVEN: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """The pre-norm of a tile of q, in its dtype."""
+    y = q
+    if PRE != 0:
         x = standardized(q.to(tl.float32), first, mean, rstd, HAS_MEAN, SHIFT)
         if HAS_WEIGHT or not EVEN:
             x = x * gamma
         if HAS_BIAS:
             x = x + beta
-        q = operand(x, q, UPCAST)
-    return q
+        y = operand(x, q, UPCAST)
+    return y
+
+
+@triton.jit
+def load_normed(
+    q_base, first_base, mean_ptr, rstd_ptr, gamma, beta, start, m, limit, token, heads, head, cols, width,
+    PRE: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN: tl.constexpr, SHIFT: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Both in one."""
+    q, first, mean, rstd = load_raw(
+        q_base, first_base, mean_ptr, rstd_ptr, start, m, limit, token, heads, head, cols, width,
+        PRE, HAS_MEAN, EVEN, SHIFT, UPCAST,
+    )  # fmt: skip
+    return normed(q, first, mean, rstd, gamma, beta, PRE, HAS_MEAN, HAS_WEIGHT, HAS_BIAS, EVEN, SHIFT, UPCAST)

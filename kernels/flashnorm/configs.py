@@ -9,10 +9,16 @@ MAX_WIDTH = gdpa.MAX_WIDTH
 MAX_ROW = 16384  # values of a row of q over all heads, padded, that one program takes the statistics of
 STATISTICS_VALUES = 4096  # of a tile of rows, for 4 warps
 
-resident_block = gdpa.resident_block
 backward_resident = gdpa.backward_resident
 backward_q = gdpa.backward_dq
 backward_k = gdpa.backward_dkdv
+
+
+def resident_block(direction: str, arch: int, d: int, itemsize: int, max_keys: int) -> int | None:
+    """Keys per tile where a sequence's keys stay on chip, None where they are streamed."""
+    if direction == "backward" and arch < 90:
+        return None  # operands from registers: with a tile of q on top of the accumulators they spill
+    return gdpa.resident_block(direction, arch, d, itemsize, max_keys)
 
 
 def forward(arch: int, d: int, itemsize: int, resident: int | None) -> Config:

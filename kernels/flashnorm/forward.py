@@ -12,7 +12,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from recsys_norm.kernels.flashnorm.common import LAYER, PER_HEAD, load_normed, own_statistics, standardized, vector
+from recsys_norm.kernels.flashnorm.common import (
+    LAYER,
+    PER_HEAD,
+    load_normed,
+    load_raw,
+    normed,
+    own_statistics,
+    standardized,
+    vector,
+)
 from recsys_norm.kernels.flashnorm.streamed import attend
 from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand, sequence_bounds, store_tile, zero_rows
 from recsys_norm.kernels.gdpa.elementwise import activate
@@ -102,6 +111,11 @@ def forward(
     )  # fmt: skip
     for block in tl.range(split, tl.cdiv(q_len, BLOCK_M), splits, num_stages=1):
         m = block * BLOCK_M + rows
+        # The next block is on its way in registers while this one is worked on.
+        q, first, mean, rstd = load_raw(
+            q_base, first_base, q_mean_ptr, q_rstd_ptr, start, m + splits * BLOCK_M, q_len, q_token, all_heads, head,
+            cols, width, PRE, PRE_MEAN, EVEN, SHIFT, UPCAST,
+        )  # fmt: skip
         if RESIDENT:
             p = activate(tl.dot(qn, tl.trans(k), input_precision=PRECISION) * scale, ACT, FAST)
             if MASKED:
@@ -126,7 +140,4 @@ def forward(
         store_tile(out_ptr + place, z, m, q_len, row, cols, width, EVEN)
         # Normalised here and not where it is used: there it would be in the layout of a product's left operand, in
         # which every thread needs 64 values of gamma and beta.
-        qn = load_normed(
-            q_base, first_base, q_mean_ptr, q_rstd_ptr, gamma, beta, start, m + splits * BLOCK_M, q_len, q_token,
-            all_heads, head, cols, width, PRE, PRE_MEAN, PRE_WEIGHT, PRE_BIAS, EVEN, SHIFT, UPCAST,
-        )  # fmt: skip
+        qn = normed(q, first, mean, rstd, gamma, beta, PRE, PRE_MEAN, PRE_WEIGHT, PRE_BIAS, EVEN, SHIFT, UPCAST)

@@ -168,13 +168,12 @@ def backward(
     spec: Spec,
     pre: PreNorm,
     *,
-    inner: bool,
     config: Config | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient at the normalised q, dk, dv). `grad` is the gradient at z; `config` and `splits` override what is
-    shipped for the one-pass kernel, for tuning."""
-    call = _Backward(grad, q, k, v, q_offsets, k_offsets, spec, pre, inner)
+    """(gradient at the normalised q without the inner residual's part, dk, dv). `grad` is the gradient at z; `config`
+    and `splits` override what is shipped for the one-pass kernel, for tuning."""
+    call = _Backward(grad, q, k, v, q_offsets, k_offsets, spec, pre)
     arch, sms = device_of(q)
     resident = _resident("backward", q, spec)
     size = (arch, q.shape[2], q.element_size())
@@ -184,15 +183,15 @@ def backward(
             config = config or configs.backward_resident(arch, q.shape[2], resident)
             return dq, *call.keys(backward_kernels.backward_resident, config, dq, None, 1, splits)
         config = configs.backward_q(*size)
-        lse = None
+        rows = None
         if spec.runs[0][2] == SOFTMAX:
-            lse = torch.empty((2, *q.shape[:2]), dtype=torch.float32, device=q.device)
+            rows = torch.empty((3, *q.shape[:2]), dtype=torch.float32, device=q.device)
         call.launch(
-            backward_kernels.backward_q, config, (dq, dq, dq), lse, block_count(spec.max_q_len, config.block_m), 1
+            backward_kernels.backward_q, config, (dq, dq, dq), rows, block_count(spec.max_q_len, config.block_m), 1
         )
         config = configs.backward_k(*size)
         blocks = block_count(spec.max_k_len, config.block_n)
-        return dq, *call.keys(backward_kernels.backward_k, config, dq, lse, blocks, None)
+        return dq, *call.keys(backward_kernels.backward_k, config, dq, rows, blocks, None)
 
 
 @dataclass(frozen=True)
@@ -207,23 +206,22 @@ class _Backward:
     k_offsets: Tensor
     spec: Spec
     pre: PreNorm
-    inner: bool
 
-    def launch(self, kernel: Any, config: Config, outputs, lse: Tensor | None, splits: int, key_blocks: int) -> None:
+    def launch(self, kernel: Any, config: Config, outputs, rows: Tensor | None, splits: int, key_blocks: int) -> None:
         q, k, spec = self.q, self.k, self.spec
         batch, heads, d = self.q_offsets.numel() - 1, q.shape[1], q.shape[2]
         inputs = (q, k, self.v, self.grad)
         vector = vector_of((*inputs, outputs[0]), d)
         for first, end, code in spec.runs:
             kernel[grid_of(batch * (end - first) * key_blocks * splits)](
-                *inputs, *outputs, self.pre.weight, self.pre.bias, self.pre.centre, self.pre.rstd, lse,
+                *inputs, *outputs, self.pre.weight, self.pre.bias, self.pre.centre, self.pre.rstd, rows,
                 self.q_offsets, self.k_offsets, *_strides(vector, *inputs), k.numel(),
                 batch, heads, first, end - first, splits, key_blocks, q.shape[0], k.shape[0], d // vector,
-                *spec.scalars, ACT=code, **self.pre.options, INNER=self.inner,
+                *spec.scalars, ACT=code, **self.pre.options,
                 **_constants(q, config, vector, spec.masked),
             )  # fmt: skip
 
-    def keys(self, kernel: Any, config: Config, dq: Tensor, lse: Tensor | None, key_blocks: int, splits: int | None):
+    def keys(self, kernel: Any, config: Config, dq: Tensor, rows: Tensor | None, key_blocks: int, splits: int | None):
         """(dk, dv)."""
         k, spec, sms = self.k, self.spec, device_of(self.q)[1]
         dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
@@ -232,10 +230,10 @@ class _Backward:
             groups = (self.q_offsets.numel() - 1) * self.q.shape[1] * key_blocks
             splits = 1 if groups >= 2 * sms else program_count(block_count(spec.max_q_len, 512), groups, sms // 2)
         if splits == 1:
-            self.launch(kernel, config, (dq, dk, dv), lse, 1, key_blocks)
+            self.launch(kernel, config, (dq, dk, dv), rows, 1, key_blocks)
             return dk, dv
         partial = torch.empty((2, splits, *k.shape), dtype=torch.float32, device=k.device)
-        self.launch(kernel, config, (dq, *partial.unbind(0)), lse, splits, key_blocks)
+        self.launch(kernel, config, (dq, *partial.unbind(0)), rows, splits, key_blocks)
         dk.copy_(partial[0].sum(0))
         dv.copy_(partial[1].sum(0))
         return dk, dv

@@ -84,7 +84,8 @@ def softmax_rows(
     MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(base-2 log of the sum of exponentials, sum of p * (g v^T)) of each row; (0, 0) of a row that sees no key."""
+    """(base-2 maximum, reciprocal sum of exponentials relative to it, sum of p * (g v^T)) of each row; (0, 1, 0) of a
+    row that sees no key."""
     keys = tl.arange(0, BLOCK_N)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -104,18 +105,17 @@ def softmax_rows(
         total = total * fade + tl.sum(p, 1)
         product = product * fade + tl.sum(p * dp, 1)
         top = higher
-    seen = total > 0.0
-    total = tl.where(seen, total, 1.0)
-    return tl.where(seen, top + tl.log2(total), 0.0), product / total
+    inverse = 1.0 / tl.where(total > 0.0, total, 1.0)
+    return _shift(top), inverse, product * inverse
 
 
 @triton.jit
 def gradient(
-    qn, g, lse, delta, k_base, v_base, first, m, k_len, k_token, v_token, cols, width, scale, left, right,
+    qn, g, top, inverse, delta, k_base, v_base, first, m, k_len, k_token, v_token, cols, width, scale, left, right,
     ACT: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     EVEN: tl.constexpr, FAST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """t k of queries m, where t is the gradient at the scores; lse and delta are those of `softmax_rows`."""
+    """t k of queries m, where t is the gradient at the scores; top, inverse and delta are those of `softmax_rows`."""
     keys = tl.arange(0, BLOCK_N)
     x = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     lowest, highest = _key_range(first, k_len, left, right, MASKED, BLOCK_M, BLOCK_N)
@@ -127,7 +127,7 @@ def gradient(
         dp = tl.dot(g, tl.trans(v), input_precision=PRECISION)
         if ACT == SOFTMAX:
             s = masked_scores(s, m, n, k_len, left, right, scale, MASKED)
-            t = tl.exp2(s - lse[:, None]) * (dp - delta[:, None])
+            t = tl.exp2(s - top[:, None]) * inverse[:, None] * (dp - delta[:, None])
         else:
             t = dp * activate_with_slope(s * scale, ACT, FAST)[1]
             if MASKED:

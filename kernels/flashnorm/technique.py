@@ -79,6 +79,7 @@ class FlashNorm:
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
         from recsys_norm.kernels.flashnorm import launch
+        from recsys_norm.kernels.gdpa.launch import zero_slack
         from recsys_norm.kernels.norm.attention import _pre_backward, _sides
 
         q, k, v, q_offsets, k_offsets = saved[:5]
@@ -99,11 +100,14 @@ class FlashNorm:
             k_offsets,
             _launch_spec(problem),
             _pre_norm(problem, saved, q_mean, q_rstd),
-            inner=problem.attention.inner_residual,
         )
         q_side, k_side = _sides(problem.attention, q, k, q_offsets, k_offsets, saved[5:9])
         q_needs, k_needs = (needs[0], *needs[5:7]), (needs[1], *needs[7:9])
-        result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, None)
+        past = do if problem.attention.inner_residual else None
+        if past is not None and q_side is None:
+            dq.add_(past)
+            zero_slack(dq, q_offsets)
+        result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, past)
         result[1], result[7], result[8] = _pre_backward(problem, dk, k_side, k_mean, k_rstd, k_needs, None)
         result[2] = dv if needs[2] else None
         return tuple(result)

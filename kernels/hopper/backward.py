@@ -1,6 +1,5 @@
-"""norm_linear backward on Hopper: first the gradients of the parameters, then the gradient of x (formulas in
-wgrad_kernels.py and dgrad_kernels.py). Beyond 512 in-features the first also makes what the second needs of each row,
-under its matrix products."""
+"""norm_linear backward on Hopper: first the gradients of the parameters, then the gradient of x (formulas in the
+kernels' modules). Beyond 512 in-features the second needs a dot product of each row of dy and y."""
 
 from __future__ import annotations
 
@@ -33,21 +32,21 @@ def backward(norm: str, saved: Tensors, dy: Tensor, needs: tuple[bool, ...]) -> 
     if need_x:
         folded, offset = fold(weight, bias, gamma, beta, x.dtype, centre=norm == "layer")
     given = need_x and x.shape[1] > dgrad.WHOLE_ROW_FORMS[-1]
-    if need_weight or need_gamma:
+    parameters = need_weight or need_gamma
+    together = given and parameters and wgrad.makes_row_dots(x.dtype)
+    if given and not together:
+        delta = dgrad.row_dots(dy, y, offset)
+    if parameters:
         row_dots = None
-        if given:
+        if together:
             delta = torch.empty_like(rstd)
             row_dots = wgrad.RowDots(y, offset, delta)
         dweight, dbias, dgamma, dbeta = wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, row_dots)
-    else:
-        if given:
-            delta = dgrad.row_dots(dy, y, offset)
-        if need_bias or need_beta:
-            from recsys_norm.kernels.norm.launch import column_sum
+    elif need_bias or need_beta:
+        from recsys_norm.kernels.norm.launch import column_sum
 
-            dbias = column_sum(dy, torch.float32)
-        if need_beta:
-            dbeta = torch.mv(weight.float().t(), dbias)
+        dbias = column_sum(dy, torch.float32)
+        dbeta = torch.mv(weight.float().t(), dbias) if need_beta else None
     if need_x:
         dx = dgrad.dx(dy, folded, x, mean, rstd, delta)
     found = (dx, dweight, dbias, dgamma, dbeta)

@@ -8,17 +8,35 @@ from torch import Tensor
 from recsys_norm.kernels.hopper import launch
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned
 
-TILE_ROWS = 128
+TILE_ROWS = 128  # per CTA
 STEP = 64
+DOT_ROWS = 8
 WHOLE_ROW_FORMS = (128, 256, 384, 512)  # longest rows of g that the accumulators of one or two CTAs hold
 TILED_COLUMNS = 256
-DOT_ROWS = 8
+RESIDENT_ROWS = 256  # out-features up to which W' can stay in shared memory, for rows up to 256
+
+# Variants of the forms that compute the same; what is off has not been timed yet.
+RESIDENT = False  # W' stays in shared memory
+MULTICAST_ROWS = False  # two CTAs with a row between them get dy by one multicast
+MULTICAST_WEIGHT = True  # two CTAs with the same columns get W' by one multicast
 
 
 def tma_ready(t: Tensor) -> Tensor:
     """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
     fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
-    return aligned(t) if fits else t.contiguous()
+    return aligned(t) if fits else aligned(t.contiguous())
+
+
+def form_of(K: int, N: int, whole: bool) -> str:
+    """Which kernel of dgrad_kernels.py serves rows of K."""
+    if not whole:
+        return "any2" if MULTICAST_WEIGHT else "any"
+    limit = next((f for f in WHOLE_ROW_FORMS if f >= K), None)
+    if limit is None:
+        raise ValueError(f"rows of {K} exceed the {WHOLE_ROW_FORMS[-1]} that the accumulators hold; pass delta")
+    if limit <= 256:
+        return f"{limit}_4" if RESIDENT and N <= RESIDENT_ROWS else str(limit)
+    return f"{limit}a" if MULTICAST_ROWS else str(limit)
 
 
 def dx(
@@ -33,20 +51,15 @@ def dx(
     dy, x = tma_ready(dy), tma_ready(x)
     (M, N), K = dy.shape, x.shape[1]
     out = x.new_empty(M, K)
-    if delta is None:
-        form = next((f for f in WHOLE_ROW_FORMS if f >= K), None)
-        if form is None:
-            raise ValueError(f"rows of {K} exceed the {WHOLE_ROW_FORMS[-1]} that the accumulators hold; pass delta")
-    else:
-        form = "any"
+    form = form_of(K, N, delta is None)
     kernel = launch.get(f"dx_{'rms' if mean is None else 'layer'}_{NAMES[x.dtype]}_{form}")
-    col_tiles = 1 if delta is None else -(-K // TILED_COLUMNS)
-    tiles = -(-M // TILE_ROWS) * col_tiles
     size = kernel.entry["cluster"]
+    col_tiles = 1 if delta is None else -(-K // TILED_COLUMNS)
+    row_tiles = -(-M // (TILE_ROWS * (size if form == "any2" else 1)))
+    tiles = row_tiles * col_tiles
     grid = size * min(tiles, launch.multiprocessors(x.device) // size)
-    steps = -(-N // STEP)
     tensors = (dy, folded, folded, x, x, out, x, mean, rstd, delta)
-    kernel(grid, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, steps)
+    kernel(grid, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, -(-N // STEP))
     return out
 
 

@@ -15,6 +15,9 @@ Partitions of a CTA, which works on tiles of 128 rows:
     consumers   two warpgroups of 64 rows each, which share slots but never wait for each other: one's epilogue runs
                 under the other's matrix products
 
+With RES, W' stays in shared memory and slots hold 64 columns of dy or of x, for both consumers. With AMC, one multicast
+brings dy to both CTAs of a row; with MC = 2, one brings W' to two CTAs that share columns.
+
 x reaches registers as soon as it arrives, packed as it is, and its slot goes back to the loader before the epilogue. So
 192 of a thread's 240 registers hold g and x, and the epilogue works in chunks of 64 columns.
 
@@ -48,35 +51,35 @@ MESSAGE = gl.constexpr(64)  # one fp32 per row, from each CTA of a cluster to th
 
 
 @gluon.constexpr_function
-def accumulator_layout(nc, columns):
-    split = [[0, 1]] if nc == 2 else []
+def accumulator_layout(nc, mc, columns):
+    split = [[0, 1]] if nc == 2 else [[1, 0]] if mc == 2 else []
     return gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16], cga_layout=split
     )
 
 
 @gluon.constexpr_function
-def quad_layout(nc, registers, lanes, columns):
-    """[64, NC, columns] with rows as in an accumulator."""
+def quad_layout(nc, mc, registers, lanes, columns):
+    """[64 * MC, NC, columns] with rows as in an accumulator."""
     return gl.DistributedLinearLayout(
         reg_bases=registers,
         lane_bases=[*lanes, [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         warp_bases=[[16, 0, 0], [32, 0, 0]],
-        block_bases=[[0, 1, 0]] if nc == 2 else [],
-        shape=[64, nc, columns],
+        block_bases=[[0, 1, 0]] if nc == 2 else [[64, 0, 0]] if mc == 2 else [],
+        shape=[64 * mc, nc, columns],
     )
 
 
 @gluon.constexpr_function
-def chunk_layout(nc):
+def chunk_layout(nc, mc):
     registers = [[0, 0, 1], [8, 0, 0], [0, 0, 8], [0, 0, 16], [0, 0, 32]]
-    return quad_layout(nc, registers, [[0, 0, 2], [0, 0, 4]], 64)
+    return quad_layout(nc, mc, registers, [[0, 0, 2], [0, 0, 4]], 64)
 
 
 @gluon.constexpr_function
-def lane_layout(nc):
-    """[64, NC, 4]: one value per lane of a quad for each of its rows."""
-    return quad_layout(nc, [[8, 0, 0]], [[0, 0, 1], [0, 0, 2]], 4)
+def lane_layout(nc, mc):
+    """[64 * MC, NC, 4]: one value per lane of a quad for each of its rows."""
+    return quad_layout(nc, mc, [[8, 0, 0]], [[0, 0, 1], [0, 0, 2]], 4)
 
 
 # ---- registers -------------------------------------------------------------------------------------------------------
@@ -87,7 +90,7 @@ def chunks(t):
     """[64, NC, n] as a tuple of [64, NC, 64]."""
     n: gl.constexpr = t.shape[2] // 2
     if n < CHUNK:
-        return (gl.convert_layout(t, chunk_layout(t.shape[1]), assert_trivial=True),)
+        return (gl.convert_layout(t, chunk_layout(t.shape[1], t.shape[0] // 64), assert_trivial=True),)
     else:
         a, b = t.reshape([t.shape[0], t.shape[1], 2, n]).permute((0, 1, 3, 2)).split()
         return chunks(a) + chunks(b)
@@ -96,9 +99,9 @@ def chunks(t):
 @gluon.jit
 def columns_of(t0, t1, NC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr):
     """Chunks of the one or two parts that a CTA's columns have."""
-    parts = chunks(t0.reshape([ROWS, NC, P0]))
+    parts = chunks(t0.reshape([t0.shape[0], NC, P0]))
     if P1 > 0:
-        parts = parts + chunks(t1.reshape([ROWS, NC, P1]))
+        parts = parts + chunks(t1.reshape([t1.shape[0], NC, P1]))
     return parts
 
 
@@ -193,91 +196,145 @@ def load(desc0, desc1, row, col, width: gl.constexpr, bar, b0, b1, P1: gl.conste
 
 
 @gluon.jit
+def rows_in(b_s, slot, desc):
+    """A slot of W' as a place for rows, which are split over the cluster where W' is not."""
+    return b_s.index(slot).reinterpret(desc.dtype, desc.block_shape, desc.layout)
+
+
+@gluon.jit
+def release(free, both, slot, SHARED: gl.constexpr):
+    mbarrier.arrive(free.index(slot))
+    if SHARED:
+        mbarrier.arrive(both.index(slot))
+
+
+@gluon.jit
 def loader(
-    dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, tiles, col_tiles, steps,
-    NC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, stays, both, tiles,
+    col_tiles, steps, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+    SLOTS: gl.constexpr, RES: gl.constexpr,
 ):  # fmt: skip
     width: gl.constexpr = NC * P0
     x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)
+    w_bytes: gl.constexpr = x_bytes if RES == 0 else 0
     slot = 0
     phase = 0
+    if RES > 0:
+        mbarrier.expect(stays, RES * w0_desc.nbytes_per_cta)
+        for i in gl.static_range(RES):
+            tma.async_load(w0_desc, [i * STEP, 0], stays, b0_s.index(i))
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = (tile // col_tiles) * (2 * ROWS)
+        row = (tile // col_tiles) * (2 * MC * ROWS)
         col = (tile % col_tiles) * (NC * (P0 + P1))
         for step in range(steps):
             mbarrier.wait(free0.index(slot), phase ^ 1)
             mbarrier.wait(free1.index(slot), phase ^ 1)
+            if MC > 1 or AMC:
+                mbarrier.wait(both.index(slot), phase ^ 1)
             bar = full.index(slot)
-            mbarrier.expect(bar, x_bytes + 2 * dy_desc.nbytes_per_cta)
-            tma.async_load(dy_desc, [row, step * STEP], bar, a_s.index(2 * slot))
-            load(w0_desc, w1_desc, step * STEP, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
-            tma.async_load(dy_desc, [row + ROWS, step * STEP], bar, a_s.index(2 * slot + 1))
+            mbarrier.expect(bar, w_bytes + 2 * dy_desc.nbytes_per_cta)
+            tma.async_load(dy_desc, [row, step * STEP], bar, a_s.index(2 * slot), multicast=AMC)
+            if MC > 1:
+                tma.async_load(w0_desc, [step * STEP, col], bar, b0_s.index(slot), multicast=True)
+            elif RES == 0:
+                load(w0_desc, w1_desc, step * STEP, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
+            tma.async_load(dy_desc, [row + MC * ROWS, step * STEP], bar, a_s.index(2 * slot + 1), multicast=AMC)
             slot, phase = advance(slot, phase, SLOTS)
-        for consumer in gl.static_range(2):
+        for part in gl.static_range(2 if RES == 0 else P0 // CHUNK):
             mbarrier.wait(free0.index(slot), phase ^ 1)
             mbarrier.wait(free1.index(slot), phase ^ 1)
+            if MC > 1 or AMC:
+                mbarrier.wait(both.index(slot), phase ^ 1)
             bar = full.index(slot)
-            mbarrier.expect(bar, x_bytes)
-            load(x0_desc, x1_desc, row + consumer * ROWS, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
+            if RES == 0:
+                mbarrier.expect(bar, x_bytes)
+                if MC > 1:
+                    tma.async_load(x0_desc, [row + part * MC * ROWS, col], bar, rows_in(b0_s, slot, x0_desc))
+                else:
+                    load(x0_desc, x1_desc, row + part * ROWS, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
+            else:
+                mbarrier.expect(bar, 2 * x_bytes)
+                tma.async_load(x0_desc, [row, part * CHUNK], bar, a_s.index(2 * slot))
+                tma.async_load(x0_desc, [row + ROWS, part * CHUNK], bar, a_s.index(2 * slot + 1))
             slot, phase = advance(slot, phase, SLOTS)
 
 
 @gluon.jit
 def product(
-    a_s, b0_s, b1_s, full, free, slot, phase, steps,
-    NC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    a_s, b0_s, b1_s, full, free, both, slot, phase, steps, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr,
+    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, RES: gl.constexpr,
 ):  # fmt: skip
     """g of 64 rows in one or two parts (without a second part that one is the first again)."""
-    acc0 = gl.zeros([ROWS, NC * P0], gl.float32, accumulator_layout(NC, P0))
+    acc0 = gl.zeros([ROWS * MC, NC * P0], gl.float32, accumulator_layout(NC, MC, P0))
     acc1 = acc0
     if P1 > 0:
-        acc1 = gl.zeros([ROWS, NC * P1], gl.float32, accumulator_layout(NC, P1))
+        acc1 = gl.zeros([ROWS, NC * P1], gl.float32, accumulator_layout(NC, 1, P1))
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         a = a_s.index(2 * slot + W)
-        acc0 = warpgroup_mma(a, b0_s.index(slot), acc0, use_acc=step > 0, is_async=True)
+        acc0 = warpgroup_mma(a, b0_s.index(step if RES > 0 else slot), acc0, use_acc=step > 0, is_async=True)
         if P1 > 0:
             acc1 = warpgroup_mma(a, b1_s.index(slot), acc1, use_acc=step > 0, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=(acc0, acc1))
         else:
             acc0 = warpgroup_mma_wait(1, deps=(acc0,))
         # Triton 3.9 treats a variable that remembers the slot across iterations as loop-invariant.
-        mbarrier.arrive(free.index(gl.where(slot == 0, SLOTS - 1, slot - 1)), pred=step > 0)
+        last = gl.where(slot == 0, SLOTS - 1, slot - 1)
+        mbarrier.arrive(free.index(last), pred=step > 0)
+        if MC > 1 or AMC:
+            mbarrier.arrive(both.index(last), pred=step > 0)
         slot, phase = advance(slot, phase, SLOTS)
     if P1 > 0:
         acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
     else:
         acc0 = warpgroup_mma_wait(0, deps=(acc0,))
-    mbarrier.arrive(free.index(gl.where(slot == 0, SLOTS - 1, slot - 1)))
+    release(free, both, gl.where(slot == 0, SLOTS - 1, slot - 1), MC > 1 or AMC)
     return columns_of(acc0, acc1 if P1 > 0 else acc0, NC, P0, P1), slot, phase
 
 
 @gluon.jit
-def pass_on(full, free, slot, phase, SLOTS: gl.constexpr):
+def pass_on(full, free, both, slot, phase, SLOTS: gl.constexpr, SHARED: gl.constexpr):
     """A slot that is meant for the other consumer."""
     mbarrier.wait(full.index(slot), phase)
-    mbarrier.arrive(free.index(slot))
+    release(free, both, slot, SHARED)
     return advance(slot, phase, SLOTS)
 
 
 @gluon.jit
+def take_chunks(a_s, full, free, slot, phase, W: gl.constexpr, P0: gl.constexpr, SLOTS: gl.constexpr):
+    """Where W' stays: this consumer's 64 rows of x as they are. A slot holds 64 columns of both consumers' rows."""
+    x = None
+    for _ in gl.static_range(P0 // CHUNK):
+        mbarrier.wait(full.index(slot), phase)
+        chunk = chunks(a_s.index(2 * slot + W).load(accumulator_layout(1, 1, CHUNK)).reshape([ROWS, 1, CHUNK]))
+        x = chunk if x is None else x + chunk
+        fence_async_shared()
+        mbarrier.arrive(free.index(slot))
+        slot, phase = advance(slot, phase, SLOTS)
+    return x, slot, phase
+
+
+@gluon.jit
 def take_rows(
-    b0_s, b1_s, full, free, slot, phase,
-    NC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    x_desc, b0_s, b1_s, full, free, both, slot, phase, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr,
+    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """This consumer's 64 rows of x, as they are."""
     if W == 1:
-        slot, phase = pass_on(full, free, slot, phase, SLOTS)
+        slot, phase = pass_on(full, free, both, slot, phase, SLOTS, MC > 1 or AMC)
     mbarrier.wait(full.index(slot), phase)
-    t0 = b0_s.index(slot).load(accumulator_layout(NC, P0))
+    if MC > 1:
+        t0 = rows_in(b0_s, slot, x_desc).load(accumulator_layout(NC, MC, P0))
+    else:
+        t0 = b0_s.index(slot).load(accumulator_layout(NC, 1, P0))
     t1 = t0
     if P1 > 0:
-        t1 = b1_s.index(slot).load(accumulator_layout(NC, P1))
+        t1 = b1_s.index(slot).load(accumulator_layout(NC, 1, P1))
     fence_async_shared()
-    mbarrier.arrive(free.index(slot))
+    release(free, both, slot, MC > 1 or AMC)
     slot, phase = advance(slot, phase, SLOTS)
     if W == 0:
-        slot, phase = pass_on(full, free, slot, phase, SLOTS)
+        slot, phase = pass_on(full, free, both, slot, phase, SLOTS, MC > 1 or AMC)
     return columns_of(t0, t1, NC, P0, P1), slot, phase
 
 
@@ -297,7 +354,7 @@ def store_chunk(
     buffer = buffers.index(W * BUFFERS + i % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     gl.barrier()
-    buffer.store(values.to(desc.dtype).reshape([ROWS, NC * CHUNK]))
+    buffer.store(values.to(desc.dtype).reshape([values.shape[0], NC * CHUNK]))
     fence_async_shared()
     gl.barrier()
     if i * CHUNK < P0:
@@ -308,22 +365,24 @@ def store_chunk(
 
 @gluon.jit
 def consumer(
-    a_s, b0_s, b1_s, c_s, full, free, free0, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr, delta_ptr, stride_x,
-    M, inverse_k, tiles, col_tiles, steps,
-    NC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, SKEW: gl.constexpr,
-    LAYER: gl.constexpr, WHOLE: gl.constexpr,
+    a_s, b0_s, b1_s, c_s, full, free, free0, stays, both, x_desc, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr,
+    delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps,
+    NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+    SLOTS: gl.constexpr, SKEW: gl.constexpr, LAYER: gl.constexpr, WHOLE: gl.constexpr, RES: gl.constexpr,
 ):  # fmt: skip
-    R: gl.constexpr = gl.SliceLayout(2, chunk_layout(NC))
+    R: gl.constexpr = gl.SliceLayout(2, chunk_layout(NC, MC))
     slot = 0
     phase = 0
     count = 0
-    if W == 1:
+    if RES > 0:
+        mbarrier.wait(stays, 0)
+    if W == 1 and SKEW > 0:
         mbarrier.wait(free0.index(SKEW - 1), 0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        row = (tile // col_tiles) * (2 * ROWS) + W * ROWS
+        row = (tile // col_tiles) * (2 * MC * ROWS) + W * (MC * ROWS)
         col = (tile % col_tiles) * (NC * (P0 + P1))
         # What the epilogue needs of a row travels while the product is made.
-        rows = gl.arange(0, ROWS, gl.SliceLayout(1, R))[:, None] + gl.zeros([ROWS, NC], gl.int32, R) + row
+        rows = gl.arange(0, ROWS * MC, gl.SliceLayout(1, R))[:, None] + gl.zeros([ROWS * MC, NC], gl.int32, R) + row
         live = rows < M
         rstd = gl.load(rstd_ptr + rows, mask=live, other=0.0)
         if LAYER:
@@ -331,10 +390,17 @@ def consumer(
             mean = gl.load(mean_ptr + rows, mask=live, other=0.0)
         if not WHOLE:
             delta = gl.load(delta_ptr + rows, mask=live, other=0.0)
-        g, slot, phase = product(a_s, b0_s, b1_s, full, free, slot, phase, steps, NC, W, P0, P1, SLOTS)
-        x, slot, phase = take_rows(b0_s, b1_s, full, free, slot, phase, NC, W, P0, P1, SLOTS)
+        g, slot, phase = product(
+            a_s, b0_s, b1_s, full, free, both, slot, phase, steps, NC, MC, AMC, W, P0, P1, SLOTS, RES
+        )  # fmt: skip
+        if RES > 0:
+            x, slot, phase = take_chunks(a_s, full, free, slot, phase, W, P0, SLOTS)
+        else:
+            x, slot, phase = take_rows(
+                x_desc, b0_s, b1_s, full, free, both, slot, phase, NC, MC, AMC, W, P0, P1, SLOTS
+            )  # fmt: skip
         if WHOLE:
-            dot = gl.zeros([ROWS, NC, 4], gl.float32, lane_layout(NC))
+            dot = gl.zeros([ROWS, NC, 4], gl.float32, lane_layout(NC, 1))
             for i in gl.static_range(len(g)):
                 dot = add_products(dot, g[i], widen(x[i]))
             delta = gl.convert_layout(gl.sum(dot, axis=2), R, assert_trivial=True)
@@ -376,21 +442,24 @@ def dx_kernel(
     tiles,
     col_tiles,
     steps,
-    NC: gl.constexpr,
+    NC: gl.constexpr,  # CTAs of a cluster that share rows
+    MC: gl.constexpr,  # CTAs of a cluster that share columns: W' is multicast to them
+    AMC: gl.constexpr,  # with NC > 1: dy is multicast
     P0: gl.constexpr,
     P1: gl.constexpr,
     SLOTS: gl.constexpr,
     SKEW: gl.constexpr,  # slots that the second consumer starts behind the first
     LAYER: gl.constexpr,
     WHOLE: gl.constexpr,
+    RES: gl.constexpr,  # steps of W' that stay in shared memory: all, for one column tile; 0: none
 ):
     dtype: gl.constexpr = dy_desc.dtype
-    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS, STEP], dy_desc.layout)
-    b0_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, NC * P0], w0_desc.layout)
+    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS * MC, STEP], dy_desc.layout)
+    b0_s = gl.allocate_shared_memory(dtype, [RES if RES > 0 else SLOTS, STEP, NC * P0], w0_desc.layout)
     b1_s = b0_s
     if P1 > 0:
         b1_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, NC * P1], w1_desc.layout)
-    c_s = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS, NC * CHUNK], dx_desc.layout)
+    c_s = gl.allocate_shared_memory(dtype, [2 * BUFFERS, ROWS * MC, NC * CHUNK], dx_desc.layout)
     full = mbarrier.allocate_mbarrier(batch=SLOTS)
     free0 = mbarrier.allocate_mbarrier(batch=SLOTS)
     free1 = mbarrier.allocate_mbarrier(batch=SLOTS)
@@ -398,6 +467,15 @@ def dx_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free0.index(i), count=1)
         mbarrier.init(free1.index(i), count=1)
+    stays = full.index(0)
+    if RES > 0:
+        stays = mbarrier.allocate_mbarrier()
+        mbarrier.init(stays, count=1)
+    both = full
+    if MC > 1 or AMC:  # in the first CTA, which issues the multicasts: the slot is free in all
+        both = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout(cga_layout=[[0]]))
+        for i in gl.static_range(SLOTS):
+            mbarrier.init(both.index(i), count=2)
     messages = full
     arrived = full
     if NC > 1:
@@ -406,22 +484,23 @@ def dx_kernel(
         arrived = mbarrier.allocate_mbarrier(batch=4)
         for i in gl.static_range(4):
             mbarrier.init(arrived.index(i), count=1)
+    if NC * MC > 1:
         cluster.barrier()
     gl.warp_specialize(
         [
-            (consumer, (a_s, b0_s, b1_s, c_s, full, free0, free0, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr,
-                        delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, gl.constexpr(0), P0, P1, SLOTS,
-                        SKEW, LAYER, WHOLE)),
-            (consumer, (a_s, b0_s, b1_s, c_s, full, free1, free0, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr,
-                        delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, gl.constexpr(1), P0, P1, SLOTS,
-                        SKEW, LAYER, WHOLE)),
-            (loader, (dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, tiles,
-                      col_tiles, steps, NC, P0, P1, SLOTS)),
+            (consumer, (a_s, b0_s, b1_s, c_s, full, free0, free0, stays, both, x0_desc, messages, arrived, dx_desc,
+                        x_ptr, mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
+                        AMC, gl.constexpr(0), P0, P1, SLOTS, SKEW, LAYER, WHOLE, RES)),
+            (consumer, (a_s, b0_s, b1_s, c_s, full, free1, free0, stays, both, x0_desc, messages, arrived, dx_desc,
+                        x_ptr, mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
+                        AMC, gl.constexpr(1), P0, P1, SLOTS, SKEW, LAYER, WHOLE, RES)),
+            (loader, (dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, stays, both,
+                      tiles, col_tiles, steps, NC, MC, AMC, P0, P1, SLOTS, RES)),
         ],
         [4, 1],
         [240, 24],
     )  # fmt: skip
-    if NC > 1:
+    if NC * MC > 1:
         cluster.barrier()  # a CTA must not end while the other may still write into it
 
 
@@ -450,33 +529,44 @@ def row_dots_kernel(
     tl.store(delta_ptr + rows, tl.sum(total, 1), mask=live)
 
 
-# Forms by the longest row that they take: (CTAs of a cluster, parts of a CTA's columns, slots, skew).
+# Forms by the longest row that they take: (NC, MC, AMC, P0, P1, slots, skew, steps of W' that stay).
 FORMS = {
-    "128": (1, 128, 0, 5, 2),
-    "256": (1, 256, 0, 4, 2),
-    "384": (2, 128, 64, 4, 2),
-    "512": (2, 256, 0, 4, 2),
-    "any": (1, 256, 0, 4, 2),
+    "128_4": (1, 1, False, 128, 0, 8, 0, 4),
+    "256_4": (1, 1, False, 256, 0, 4, 0, 4),
+    "128": (1, 1, False, 128, 0, 5, 2, 0),
+    "256": (1, 1, False, 256, 0, 4, 2, 0),
+    "384": (2, 1, False, 128, 64, 4, 2, 0),
+    "512": (2, 1, False, 256, 0, 4, 2, 0),
+    "any": (1, 1, False, 256, 0, 4, 2, 0),
+    "384a": (2, 1, True, 128, 64, 4, 2, 0),
+    "512a": (2, 1, True, 256, 0, 4, 2, 0),
+    "any2": (1, 2, False, 256, 0, 4, 2, 0),
 }
+
+
+def layouts(nc, mc):
+    """dy, W', rows."""
+    same, rows, columns = [[0, 0]], [[1, 0]], [[0, 1]]
+    splits = (same, columns, columns) if nc == 2 else (rows, same, rows) if mc == 2 else ([], [], [])
+    return (gl.NVMMASharedLayout(128, 16, 2, cga_layout=split) for split in splits)
 
 
 def variants():
     for dtype in ("bf16", "fp16"):
         for norm in ("rms", "layer"):
-            for form, (nc, p0, p1, slots, skew) in FORMS.items():
-                split, same = ([[0, 1]], [[0, 0]]) if nc == 2 else ([], [])
-                operand = gl.NVMMASharedLayout(128, 16, 2, cga_layout=same)
-                columns = gl.NVMMASharedLayout(128, 16, 2, cga_layout=split)
-                part0 = Tile(dtype, (64, nc * p0), columns)
-                part1 = Tile(dtype, (64, nc * (p1 or p0)), columns)
-                args = {"dy_desc": Tile(dtype, (64, 64), operand), "w0_desc": part0, "w1_desc": part1}
-                args |= {"x0_desc": part0, "x1_desc": part1, "dx_desc": Tile(dtype, (64, nc * 64), columns)}
+            for form, (nc, mc, amc, p0, p1, slots, skew, res) in FORMS.items():
+                dy, w, rows = layouts(nc, mc)
+                args = {"dy_desc": Tile(dtype, (64 * mc, 64), dy)}
+                args |= {f"w{i}_desc": Tile(dtype, (64, nc * (p or p0)), w) for i, p in enumerate((p0, p1))}
+                widths = (64, 64) if res else (nc * p0, nc * (p1 or p0))
+                args |= {f"x{i}_desc": Tile(dtype, (64 * mc, width), rows) for i, width in enumerate(widths)}
+                args |= {"dx_desc": Tile(dtype, (64 * mc, nc * 64), rows)}
                 args |= {"x_ptr": f"*{dtype}", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "delta_ptr": "*fp32"}
                 args |= {"stride_x": "i64", "M": "i32", "inverse_k": "fp32"}
                 args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32"}
-                args |= {"NC": nc, "P0": p0, "P1": p1, "SLOTS": slots, "SKEW": skew}
-                args |= {"LAYER": norm == "layer", "WHOLE": form != "any"}
-                yield Variant(f"dx_{norm}_{dtype}_{form}", dx_kernel, args, num_ctas=nc, maxnreg=168)
+                args |= {"NC": nc, "MC": mc, "AMC": amc, "P0": p0, "P1": p1, "SLOTS": slots, "SKEW": skew}
+                args |= {"LAYER": norm == "layer", "WHOLE": not form.startswith("any"), "RES": res}
+                yield Variant(f"dx_{norm}_{dtype}_{form}", dx_kernel, args, num_ctas=nc * mc, maxnreg=168)
 
 
 def row_dots_variants():

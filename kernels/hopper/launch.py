@@ -247,9 +247,11 @@ class Kernel:
                 values.append(0 if a is None else a.data_ptr() if isinstance(a, Tensor) else a)
         self._format.pack_into(memory, base - ctypes.addressof(memory) + self._start, *values, 0, 0)
         parameters = (ctypes.c_void_p * len(self._offsets))(*[base + offset for offset in self._offsets])
-        if (grid, flags) not in self._configs:
-            self._configs[grid, flags] = self._config(grid, *flags)
-        config = self._configs[grid, flags]
+        config = self._configs.get((grid, flags))
+        if config is None:
+            if len(self._configs) >= MAX_KEPT:
+                self._configs.clear()
+            config = self._configs[grid, flags] = self._config(grid, *flags)
         return _Launch(int(self._function(device)), config, parameters, (memory, parameters))
 
     def _config(self, grid: Any, after: bool = False, cooperative: bool = False) -> Any:

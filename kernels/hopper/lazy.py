@@ -14,8 +14,12 @@ NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 MAX_K = 8192  # the fold kernel holds a row of W in registers
 FOLD_BLOCKS = {512: 4, 2048: 1, 8192: 1}  # longest row -> rows per block
 TILE_ROWS = 128
-RESIDENT_K = {256: 256, 128: 384}  # columns of a tile -> longest row of W of which so many stay in shared memory
-MAX_OFFSETS = 384  # b' has room up to a multiple of this
+WIDTHS = (256, 384)  # columns of a tile, 128 where N is no more
+RESIDENT_K = {128: 384, 256: 256}  # columns of a tile -> longest row of W of which so many stay in shared memory
+# Measured on an H200: without affine parameters, and in part of the backward, the centred W' costs up to twice what the
+# tolerance rule allows (rounding W' after the shift is coherent over a row).
+LAYER_NORM = "its layer norm misses the accuracy that the project promises in some cases"
+L2_BYTES = 18e6  # of x that may wait in L2 for further tiles without being read again, measured on an H200
 
 
 def shape_reason(problem: Problem) -> str | None:
@@ -42,6 +46,8 @@ class Lazy:
             return f"it serves norm_linear, not {problem.op}; use technique='separate'"
         if problem.device != "cuda":
             return f"its kernels need a CUDA device and the tensors are on {problem.device}; use backend='unfused'"
+        if problem.norm == "layer":
+            return f"{LAYER_NORM}; use technique='separate' or technique='triton/lazy'"
         reason = launch.why_not(problem.arch) or shape_reason(problem)
         if reason is None and problem.K > MAX_K:
             reason = f"it stops at {MAX_K} in-features and x has {problem.K}; use technique='separate'"
@@ -54,8 +60,7 @@ class Lazy:
         return (y,), (mean, rstd)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        # What is saved is the same for every technique of the op, so another one's kernels can compute the gradients.
-        from recsys_norm.kernels.lazy.technique import backward
+        from recsys_norm.kernels.hopper.backward import backward
 
         with on_device_of(grads[0]):
             return backward(problem.norm, saved, grads[0], needs)
@@ -94,11 +99,20 @@ def pick(
     device: torch.device, dtype: torch.dtype, layer: bool, M: int, K: int, N: int
 ) -> tuple[launch.Kernel, int, int]:
     """Kernel, grid and column tiles per turn."""
-    width = 128 if N <= 128 else min((256, 384), key=lambda w: (-(-N // w) * w, w))
-    columns, blocks, programs = -(-N // width), -(-M // TILE_ROWS), launch.multiprocessors(device)
-    resident = columns == 1 and K <= RESIDENT_K.get(width, 0)  # W stays in shared memory
+    width = 128 if N <= 128 else min(WIDTHS, key=lambda w: (-(-N // w) * w, w))
+    columns, programs = -(-N // width), launch.multiprocessors(device)
+    resident = columns == 1 and K <= RESIDENT_K.get(width, 0)
     name = f"lazy_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{'resident' if resident else 'streamed'}{width}"
-    return launch.get(name), min(programs, columns * blocks), 1
+    group = turn(layer, K, columns, programs) if width == 256 else 1
+    return launch.get(name), min(programs, columns * -(-M // TILE_ROWS)), group
+
+
+def turn(layer: bool, K: int, columns: int, programs: int) -> int:
+    """Column tiles that a program computes of one row block, one after another: the more, the fewer statistics, which
+    weigh most for LN, but then more rows of x have to stay in L2 at a time."""
+    limit, most = (4 * L2_BYTES, 8 if K <= 1024 else 4) if layer else (L2_BYTES, 4)
+    fits = [g for g in (8, 4, 2) if g <= most and columns % g == 0]
+    return next((g for g in fits if programs * g / columns * TILE_ROWS * 2 * K <= limit), 1)
 
 
 def fold(
@@ -112,7 +126,7 @@ def fold(
     weight, bias, gamma, beta = (None if t is None else aligned(t.contiguous()) for t in (weight, bias, gamma, beta))
     write = centre or gamma is not None or weight.dtype != dtype
     folded = torch.empty_like(weight, dtype=dtype) if write else weight
-    offset = torch.empty(-(-N // MAX_OFFSETS) * MAX_OFFSETS, device=weight.device, dtype=torch.float32)
+    offset = torch.empty(-(-N // WIDTHS[-1]) * WIDTHS[-1], device=weight.device, dtype=torch.float32)
     block = next(b for b in FOLD_BLOCKS if b >= K)
     name = f"fold_{'centred_' if centre else ''}{NAMES[weight.dtype]}_{NAMES[dtype]}_{block}"
     launch.get(name)(-(-N // FOLD_BLOCKS[block]), weight, gamma, beta, bias, folded if write else None, offset, N, K)

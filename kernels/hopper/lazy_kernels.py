@@ -1,16 +1,16 @@
 """norm_linear as one GEMM whose rows are scaled: y = rstd * (x W'^T) + b', with the sums behind rstd taken on the way.
 
 W' and b' hold the norm's affine part and, for layer norm, W' has centred rows (see fold_kernels.py), so that RMS and
-LN share the main loop and the epilogue. Partitions of a CTA, which works on tiles of 128 rows:
+LN share the epilogue. Partitions of a CTA, which works on tiles of 128 rows:
 
     loader      one warp; TMA copies of x and W into a ring of k-blocks (or of x alone, W staying in shared memory)
     consumers   two warpgroups of 64 rows each, with slots, epilogue buffers and barriers of their own: they never
                 meet, so that one's epilogue runs under the other's matrix products
-    statistics  one warpgroup; reads each k-block of x when it arrives, sums, and hands the rows' scale to the consumers.
-                In the consumers the same sums cost LN up to a quarter of the time: they hold up the next product.
 
-Barriers are used by hand: those of the language synchronise the warpgroup around every arrival, here each warp is on
-its own.
+The products read both operands from shared memory. For the statistics a consumer reads its rows of x a second time, in
+the layout of an A operand, where a thread holds values of the two rows (r and r + 8) that it also owns in the
+accumulator: bit 0 of a value's register number is k + 1, bit 1 is row + 8, bit 2 is k + 8, and a quad of lanes shares
+its rows.
 """
 
 from triton.experimental import gluon
@@ -118,56 +118,23 @@ def advance(slot, phase, SLOTS: gl.constexpr):
     return gl.where(wrap, 0, slot), gl.where(wrap, phase ^ 1, phase)
 
 
-# ---- shared memory and barriers --------------------------------------------------------------------------------------
+# ---- loader ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.aggregate
 class Shared:
-    """Buffers and barriers of a CTA. Slot s of the ring holds k-block s of x, rows of consumer c, at x[2 * s + c]."""
+    """Buffers and barriers of a CTA. Slot s of the ring holds k-block s of x for consumer c at x[2 * s + c]."""
 
     x: gl.shared_memory_descriptor
-    w: gl.shared_memory_descriptor
+    w: gl.shared_memory_descriptor  # the first 128 or 256 columns of a tile
+    v: gl.shared_memory_descriptor  # the next 128 of a tile of 384, else unused
     y: gl.shared_memory_descriptor
-    scale: gl.shared_memory_descriptor  # [2, 128] in turns
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor  # of both consumers and `statistics`, 4 warps each
+    empty0: gl.shared_memory_descriptor
+    empty1: gl.shared_memory_descriptor
     loaded: gl.shared_memory_descriptor  # one barrier per k-block of a resident W
-    scaled: gl.shared_memory_descriptor
-    used: gl.shared_memory_descriptor
     SLOTS: gl.constexpr
     RESIDENT: gl.constexpr  # k-blocks of W that stay, 0 if W is streamed
-
-
-@gluon.constexpr_function
-def _arrive(outputs, inputs):
-    (bar,), (wanted,) = inputs
-    return f"""{{ .reg .pred p, q;
-    setp.ne.b32 q, {wanted}, 0;
-    elect.sync _|p, 0xffffffff;
-    and.pred p, p, q;
-    @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""
-
-
-@gluon.constexpr_function
-def _await(outputs, inputs):
-    (bar,), (phase,) = inputs
-    return f"""{{ .reg .pred p;
-    again: mbarrier.try_wait.parity.shared::cta.b64 p, [{bar}], {phase};
-    @!p bra.uni again; }}"""
-
-
-@gluon.jit
-def arrive(bar, wanted):
-    """Once per warp."""
-    gl.inline_asm(_arrive, "r,r,~{memory}", [bar, wanted.to(gl.int32)], (), is_pure=False)
-
-
-@gluon.jit
-def await_phase(bar, phase):
-    gl.inline_asm(_await, "r,r,~{memory}", [bar, phase], (), is_pure=False)
-
-
-# ---- loader ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -180,7 +147,8 @@ def load_resident(shared, w, column, steps, BN: gl.constexpr):
 
 
 @gluon.jit
-def loader(shared, x, w, M, N, K, group, BN: gl.constexpr):
+def loader(shared, x, w, v, M, N, K, group, BN: gl.constexpr):
+    WIDE: gl.constexpr = BN == 384
     RESIDENT: gl.constexpr = shared.RESIDENT > 0
     schedule = Schedule.create(M, N, group, BN, RESIDENT)
     steps = (K + BK - 1) // BK
@@ -194,7 +162,8 @@ def loader(shared, x, w, M, N, K, group, BN: gl.constexpr):
         row *= 2 * ROWS
         for j in range(tiles):
             for k in range(steps):
-                mbarrier.wait(shared.empty.index(slot), phase ^ 1)
+                mbarrier.wait(shared.empty0.index(slot), phase ^ 1)
+                mbarrier.wait(shared.empty1.index(slot), phase ^ 1)
                 bar = shared.full.index(slot)
                 if RESIDENT:
                     mbarrier.expect(bar, 2 * x.nbytes_per_cta)
@@ -203,14 +172,17 @@ def loader(shared, x, w, M, N, K, group, BN: gl.constexpr):
                     if i * steps + k == ahead - 1:
                         load_resident(shared, w, column, steps, BN)
                 else:
-                    mbarrier.expect(bar, 2 * x.nbytes_per_cta + w.nbytes_per_cta)
+                    more: gl.constexpr = v.nbytes_per_cta if WIDE else 0
+                    mbarrier.expect(bar, 2 * x.nbytes_per_cta + w.nbytes_per_cta + more)
                     tma.async_load(x, [row, k * BK], bar, shared.x.index(2 * slot))
                     tma.async_load(w, [(column + j) * BN, k * BK], bar, shared.w.index(slot))
+                    if WIDE:
+                        tma.async_load(v, [(column + j) * BN + 256, k * BK], bar, shared.v.index(slot))
                     tma.async_load(x, [row + ROWS, k * BK], bar, shared.x.index(2 * slot + 1))
                 slot, phase = advance(slot, phase, shared.SLOTS)
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- row sums --------------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
@@ -262,9 +234,8 @@ def widened(a):
 
 @gluon.aggregate
 class Sums:
-    """Of a lane's values of its rows r and r + 8: sum of x^2, or of x - x_0 and its square, x_0 being the row's first
-    value, so that a large mean cancels nothing. x is read as an A operand: there bit 0 of the register number is k + 1,
-    bit 1 is row + 8, bit 2 is k + 8, and a quad of lanes shares a row."""
+    """Per lane: sum of x^2, or of x - x_0 and its square, x_0 being the row's first value. So no E[x^2] - E[x]^2 with a
+    large mean."""
 
     shift: gl.tensor
     first: gl.tensor
@@ -272,11 +243,11 @@ class Sums:
     LAYER: gl.constexpr
 
     @gluon.jit
-    def start(x, LAYER: gl.constexpr):
+    def start(x, LAYER: gl.constexpr, WANTED: gl.constexpr):
         """For rows whose first k-block is in x."""
         nothing = gl.zeros([ROWS, 4], gl.float32, quad_layout())
         shift = nothing
-        if LAYER:
+        if LAYER and WANTED:
             values = widened(x.slice(0, 16, dim=1).load(operand_layout(128)))
             shift = gl.inline_asm(_first_of_row, ("=f", "f"), [values], shift.type, is_pure=True)
         return Sums(shift, nothing, nothing, LAYER)
@@ -331,66 +302,74 @@ class Sums:
             return mean, rstd, rstd
 
 
-@gluon.jit
-def statistics(shared, mean_ptr, rstd_ptr, M, N, K, group, eps, LAYER: gl.constexpr, BN: gl.constexpr):
-    schedule = Schedule.create(M, N, group, BN, shared.RESIDENT > 0)
-    steps = (K + BK - 1) // BK
-    slot = 0
-    phase = 0
-    for i in range(schedule.count):
-        row, column, tiles = schedule.turn(i)
-        await_phase(shared.full.index(slot), phase)
-        upper = Sums.start(shared.x.index(2 * slot), LAYER)
-        lower = Sums.start(shared.x.index(2 * slot + 1), LAYER)
-        for k in range(steps):
-            await_phase(shared.full.index(slot), phase)
-            upper = upper.add(shared.x.index(2 * slot), K - k * BK)
-            lower = lower.add(shared.x.index(2 * slot + 1), K - k * BK)
-            fence_async_shared()  # what was read here, before the TMA copy that refills the slot
-            arrive(shared.empty.index(slot), K > 0)
-            slot, phase = advance(slot, phase, shared.SLOTS)
-        await_phase(shared.used.index(i & 1), ((i >> 1) & 1) ^ 1)
-        keep = (column == 0) & (row >= 0)  # each row once
-        hand_over(shared.scale.index(i & 1), 0, upper, row * (2 * ROWS), mean_ptr, rstd_ptr, M, K, eps, keep, LAYER)
-        hand_over(shared.scale.index(i & 1), 1, lower, row * (2 * ROWS), mean_ptr, rstd_ptr, M, K, eps, keep, LAYER)
-        arrive(shared.scaled.index(i & 1), K > 0)
-        for _ in range((tiles - 1) * steps):
-            await_phase(shared.full.index(slot), phase)
-            arrive(shared.empty.index(slot), K > 0)
-            slot, phase = advance(slot, phase, shared.SLOTS)
-
-
-@gluon.jit
-def hand_over(scales, W: gl.constexpr, sums, row, mean_ptr, rstd_ptr, M, K, eps, keep, LAYER: gl.constexpr):
-    """Save what the backward needs of 64 rows and give their scale to consumer W."""
-    mean, rstd, scale = sums.finish(K, eps)
-    scales.slice(W * ROWS, ROWS).store(scale)
-    rows = row + W * ROWS + gl.arange(0, ROWS, row_layout())
-    gl.store(rstd_ptr + rows, rstd, mask=(rows < M) & keep)
-    if LAYER:
-        gl.store(mean_ptr + rows, mean, mask=(rows < M) & keep)
-
-
 # ---- consumers -------------------------------------------------------------------------------------------------------
 
 
+# Barriers by hand: those of the language synchronise the warpgroup around every arrival, here each warp is on its own.
+
+
+@gluon.constexpr_function
+def _arrive(outputs, inputs):
+    (bar,), (wanted,) = inputs
+    return f"""{{ .reg .pred p, q;
+    setp.ne.b32 q, {wanted}, 0;
+    elect.sync _|p, 0xffffffff;
+    and.pred p, p, q;
+    @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""
+
+
+@gluon.constexpr_function
+def _await(outputs, inputs):
+    (bar,), (phase,) = inputs
+    return f"""{{ .reg .pred p;
+    again: mbarrier.try_wait.parity.shared::cta.b64 p, [{bar}], {phase};
+    @!p bra.uni again; }}"""
+
+
 @gluon.jit
-def multiply(shared, slot, phase, steps, acc, W: gl.constexpr):
-    """Products of a tile. One k-block is in flight while the next is issued; a slot is given back when its products are
-    done."""
+def release(bar, wanted):
+    """Hand a slot back, once per warp."""
+    gl.inline_asm(_arrive, "r,r,~{memory}", [bar, wanted.to(gl.int32)], (), is_pure=False)
+
+
+@gluon.jit
+def await_phase(bar, phase):
+    gl.inline_asm(_await, "r,r,~{memory}", [bar, phase], (), is_pure=False)
+
+
+@gluon.jit
+def multiply(shared, empty, slot, phase, steps, K, acc, more, W: gl.constexpr, LAYER: gl.constexpr, STATS: gl.constexpr,
+             WIDE: gl.constexpr):  # fmt: skip
+    """Products of a tile, both operands from shared memory, and the row sums from a second read of x. One k-block is in
+    flight while the next is issued; a slot is released when its products are done."""
+    await_phase(shared.full.index(slot), phase)
+    sums = Sums.start(shared.x.index(2 * slot + W), LAYER, STATS)
     for k in range(steps):
         if shared.RESIDENT > 0:
             await_phase(shared.loaded.index(k), 0)
         await_phase(shared.full.index(slot), phase)
+        x = shared.x.index(2 * slot + W)
         w = shared.w.index(k if shared.RESIDENT > 0 else slot).permute((1, 0))
-        acc = warpgroup_mma(shared.x.index(2 * slot + W), w, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(1, deps=(acc,))
+        acc = warpgroup_mma(x, w, acc, use_acc=k > 0, is_async=True)
+        if WIDE:
+            more = warpgroup_mma(x, shared.v.index(slot).permute((1, 0)), more, use_acc=k > 0, is_async=True)
+        if STATS:
+            sums = sums.add(x, K - k * BK)
+        if WIDE:
+            acc, more = warpgroup_mma_wait(2, deps=(acc, more))
+        else:
+            acc = warpgroup_mma_wait(1, deps=(acc,))
+        if STATS:
+            fence_async_shared()  # what was read through registers, before the TMA copy that refills the slot
         # (a name that keeps the slot of the step before would be taken for loop-invariant by the compiler)
-        arrive(shared.empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), k > 0)
+        release(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), k > 0)
         slot, phase = advance(slot, phase, shared.SLOTS)
-    acc = warpgroup_mma_wait(0, deps=(acc,))
-    arrive(shared.empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), steps > 0)
-    return acc, slot, phase
+    if WIDE:
+        acc, more = warpgroup_mma_wait(0, deps=(acc, more))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+    release(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), steps > 0)
+    return acc, more, sums, slot, phase
 
 
 @gluon.jit
@@ -417,12 +396,16 @@ def put(y, buffer, acc, scale, offset, row, column):
 
 
 @gluon.jit
-def finish_tile(shared, y, offset_ptr, acc, scale, row, column, BN: gl.constexpr, W: gl.constexpr):
+def finish_tile(shared, y, offset_ptr, acc, more, scale, row, column, BN: gl.constexpr, W: gl.constexpr):
     left, right = halves(acc)
-    if BN == 256:
+    if BN > 128:
         c0, c1 = halves(left)
         c2, c3 = halves(right)
-        parts = (c0, c1, c2, c3)
+        if BN == 384:
+            c4, c5 = halves(more)
+            parts = (c0, c1, c2, c3, c4, c5)
+        else:
+            parts = (c0, c1, c2, c3)
     else:
         parts = (left, right)
     offset = offsets(offset_ptr, column)
@@ -435,23 +418,34 @@ def finish_tile(shared, y, offset_ptr, acc, scale, row, column, BN: gl.constexpr
 
 
 @gluon.jit
-def consumer(shared, y, offset_ptr, M, N, K, group, W: gl.constexpr, BN: gl.constexpr):
+def consumer(shared, empty, y, offset_ptr, mean_ptr, rstd_ptr, M, N, K, group, eps, W: gl.constexpr,
+             LAYER: gl.constexpr, BN: gl.constexpr, TURNS: gl.constexpr):  # fmt: skip
+    WIDE: gl.constexpr = BN == 384
+    FIRST: gl.constexpr = 256 if WIDE else BN
     schedule = Schedule.create(M, N, group, BN, shared.RESIDENT > 0)
     steps = (K + BK - 1) // BK
     slot = 0
     phase = 0
-    scale = gl.full([ROWS], 1.0, gl.float32, row_layout())
     gdc_wait()
     for i in range(schedule.count):
         row, column, tiles = schedule.turn(i)
-        for j in range(tiles):
-            acc = gl.zeros([ROWS, BN], gl.float32, accumulator_layout(BN))
-            acc, slot, phase = multiply(shared, slot, phase, steps, acc, W)
-            if j == 0:
-                await_phase(shared.scaled.index(i & 1), (i >> 1) & 1)
-                scale = shared.scale.index(i & 1).slice(W * ROWS, ROWS).load(row_layout())
-                arrive(shared.used.index(i & 1), K > 0)
-            finish_tile(shared, y, offset_ptr, acc, scale, row * (2 * ROWS) + W * ROWS, (column + j) * BN, BN, W)
+        row = row * (2 * ROWS) + W * ROWS
+        acc = gl.zeros([ROWS, FIRST], gl.float32, accumulator_layout(FIRST))
+        more = gl.zeros([ROWS, 128], gl.float32, accumulator_layout(128)) if WIDE else 0
+        acc, more, sums, slot, phase = multiply(shared, empty, slot, phase, steps, K, acc, more, W, LAYER, True, WIDE)
+        mean, rstd, scale = sums.finish(K, eps)
+        rows = row + gl.arange(0, ROWS, row_layout())
+        keep = (rows < M) & (column == 0)  # each row once
+        gl.store(rstd_ptr + rows, rstd, mask=keep)
+        if LAYER:
+            gl.store(mean_ptr + rows, mean, mask=keep)
+        finish_tile(shared, y, offset_ptr, acc, more, scale, row, column * BN, BN, W)
+        if TURNS:
+            for j in range(1, tiles):
+                acc, more, sums, slot, phase = multiply(
+                    shared, empty, slot, phase, steps, K, acc, more, W, LAYER, False, WIDE
+                )
+                finish_tile(shared, y, offset_ptr, acc, more, scale, row, (column + j) * BN, BN, W)
     tma.store_wait(0)
 
 
@@ -459,6 +453,7 @@ def consumer(shared, y, offset_ptr, M, N, K, group, W: gl.constexpr, BN: gl.cons
 def lazy_kernel(
     x,  # [M, K]
     w,  # [N, K], rounded and, for layer norm, centred
+    v,  # the same, with a box of 128 rows
     y,  # [M, N]
     offset_ptr,  # [N] fp32, readable up to the next multiple of BN
     mean_ptr,  # [M] fp32, relative to the row's first value; not used for RMS
@@ -466,54 +461,58 @@ def lazy_kernel(
     M,
     N,
     K,
-    group,  # column tiles of a turn, a divisor of their number; 1 with a resident W
+    group,  # divides the number of column tiles
     eps,
     LAYER: gl.constexpr,
     BN: gl.constexpr,
     SLOTS: gl.constexpr,
     RESIDENT: gl.constexpr,
+    TURNS: gl.constexpr,  # group may be more than 1
 ):
     full = mbarrier.allocate_mbarrier(batch=SLOTS)
-    empty = mbarrier.allocate_mbarrier(batch=SLOTS)
+    empty0 = mbarrier.allocate_mbarrier(batch=SLOTS)
+    empty1 = mbarrier.allocate_mbarrier(batch=SLOTS)
     loaded = mbarrier.allocate_mbarrier(batch=RESIDENT if RESIDENT > 0 else 1)
-    scaled = mbarrier.allocate_mbarrier(batch=2)
-    used = mbarrier.allocate_mbarrier(batch=2)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=12)
+        mbarrier.init(empty0.index(i), count=4)
+        mbarrier.init(empty1.index(i), count=4)
     for i in gl.static_range(RESIDENT):
         mbarrier.init(loaded.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(scaled.index(i), count=4)
-        mbarrier.init(used.index(i), count=8)
+    WIDE: gl.constexpr = BN == 384
+    FIRST: gl.constexpr = 256 if WIDE else BN
+    w_s = gl.allocate_shared_memory(w.dtype, [RESIDENT if RESIDENT > 0 else SLOTS, FIRST, BK], w.layout)
     shared = Shared(
         gl.allocate_shared_memory(x.dtype, [2 * SLOTS, ROWS, BK], x.layout),
-        gl.allocate_shared_memory(w.dtype, [RESIDENT if RESIDENT > 0 else SLOTS, BN, BK], w.layout),
+        w_s,
+        gl.allocate_shared_memory(v.dtype, [SLOTS, 128, BK], v.layout) if WIDE else w_s,
         gl.allocate_shared_memory(y.dtype, [2 * BUFFERS, ROWS, CHUNK], y.layout),
-        gl.allocate_shared_memory(gl.float32, [2, 2 * ROWS], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])),
-        full, empty, loaded, scaled, used, SLOTS, RESIDENT,
+        full, empty0, empty1, loaded, SLOTS, RESIDENT,
     )  # fmt: skip
     gl.warp_specialize(
         [
-            (consumer, (shared, y, offset_ptr, M, N, K, group, gl.constexpr(0), BN)),
-            (consumer, (shared, y, offset_ptr, M, N, K, group, gl.constexpr(1), BN)),
-            (statistics, (shared, mean_ptr, rstd_ptr, M, N, K, group, eps, LAYER, BN)),
-            (loader, (shared, x, w, M, N, K, group, BN)),
+            (consumer, (shared, empty0, y, offset_ptr, mean_ptr, rstd_ptr, M, N, K, group, eps, gl.constexpr(0),
+                        LAYER, BN, TURNS)),
+            (consumer, (shared, empty1, y, offset_ptr, mean_ptr, rstd_ptr, M, N, K, group, eps, gl.constexpr(1),
+                        LAYER, BN, TURNS)),
+            (loader, (shared, x, w, v, M, N, K, group, BN)),
         ],
-        [4, 4, 1],
-        [208, 72, 24],  # of 512 registers for a lane of each warpgroup; the first partition has the rest
-    )
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
 
 
 # columns of a tile, slots of the ring, k-blocks of W that stay in shared memory: together below 227 KB
-FORMS = {"streamed256": (256, 4, 0), "streamed128": (128, 6, 0), "resident256": (256, 4, 4), "resident128": (128, 6, 6)}
+FORMS = {"streamed256": (256, 4, 0), "streamed128": (128, 6, 0), "streamed384": (384, 3, 0),
+         "resident256": (256, 4, 4), "resident128": (128, 6, 6)}  # fmt: skip
 
 
 def variant(dtype, layer, form):
     BN, slots, resident = FORMS[form]
     args = {
         "x": Tile(dtype, (64, 64)),
-        "w": Tile(dtype, (BN, 64)),
+        "w": Tile(dtype, (min(BN, 256), 64)),
+        "v": Tile(dtype, (128, 64)),
         "y": Tile(dtype, (64, 64)),
         "offset_ptr": "*fp32:16",
         "mean_ptr": "*fp32:16",
@@ -524,8 +523,11 @@ def variant(dtype, layer, form):
         "BN": BN,
         "SLOTS": slots,
         "RESIDENT": resident,
+        "TURNS": form == "streamed256",
     }
-    return Variant(f"lazy_{'layer' if layer else 'rms'}_{dtype}_{form}", lazy_kernel, args, num_warps=4, maxnreg=128)
+    # 12 warps times 168 registers: 240 for each consumer, 24 for the loader
+    name = f"lazy_{'layer' if layer else 'rms'}_{dtype}_{form}"
+    return Variant(name, lazy_kernel, args, num_warps=4, maxnreg=168)
 
 
 VARIANTS = [variant(dtype, layer, form) for dtype in ("bf16", "fp16") for layer in (False, True) for form in FORMS]

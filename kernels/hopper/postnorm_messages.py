@@ -12,8 +12,6 @@ has read all messages of tile i - 1, which each peer sent after reading those of
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-PEERS = gl.constexpr(8)  # largest group
-
 _PUBLISH = gl.constexpr("""{
  .reg .b64 a, b;
  mov.b64 a, {$1, $3};
@@ -24,28 +22,29 @@ _PUBLISH = gl.constexpr("""{
 
 
 @gluon.constexpr_function
-def message_layout(rows, warps):
-    """8 lanes read the 8 peers' messages of a row; 4 rows per warp, and again for further rows."""
-    return gl.BlockedLayout([1, 1], [4, 8], [warps, 1], [1, 0])
+def message_layout(peers):
+    """Neighbouring lanes of one warp read the peers' messages of a row, of 32 / peers rows at a time."""
+    return gl.BlockedLayout([1, 1], [32 // peers, peers], [1, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def message_type(rows, warps):
-    return gl.distributed_type(gl.float32, [rows, 8], message_layout(rows, warps))
+def message_type(peers):
+    return gl.distributed_type(gl.float32, [32, peers], message_layout(peers))
 
 
 @gluon.constexpr_function
 def _await_asm(outputs, inputs):
-    """Poll the messages of a thread's rows, which are `pitch` bytes apart, until all carry their number."""
-    (means, squares), ((address,), (number,), (pitch,)) = outputs, inputs
-    n = len(means)
-    lines = [f"{{ .reg .pred p; .reg .b64 a<{n}>, b<{n}>, at; .reg .b32 s, t;", "POLL:", f"mov.b64 at, {address};"]
-    for i in range(n):
-        lines.append(f"ld.relaxed.gpu.global.v2.b64 {{a{i}, b{i}}}, [at];" + (f" add.s64 at, at, {pitch};" if i < n - 1 else ""))
+    """Poll the messages of a lane's rows until all carry their number. A message that does not come, because a CTA of
+    the group is gone, ends the kernel with an error after some seconds."""
+    (means, squares), ((address,), (number,)) = outputs, inputs
+    n = len(means)  # the number of peers, too
+    lines = [f"{{ .reg .pred p, lost; .reg .b64 a<{n}>, b<{n}>; .reg .b32 s, t, tries;", "mov.b32 tries, 0;", "POLL:"]
+    lines += [f"ld.relaxed.gpu.global.v2.b64 {{a{i}, b{i}}}, [{address}+{512 // n * i}];" for i in range(n)]
     lines.append("setp.ne.u32 p, 0, 0;")
     for i in range(n):
         lines.append(f"mov.b64 {{{means[i]}, s}}, a{i}; mov.b64 {{{squares[i]}, t}}, b{i};")
         lines.append(f"setp.ne.or.u32 p, s, {number}, p; setp.ne.or.u32 p, t, {number}, p;")
+    lines.append(f"add.u32 tries, tries, 1; setp.gt.u32 lost, tries, {1 << 22}; @lost trap;")
     return "\n".join(lines + ["@p bra POLL;", "}"])
 
 
@@ -64,16 +63,14 @@ def publish(at, mean, m2, sequence):
 
 
 @gluon.jit
-def await_messages(at, NC, sequence, ROWS: gl.constexpr):
-    """(means, M2, peer): [ROWS, PEERS] and [PEERS], by ROWS / 32 warps. Peers at or past NC repeat the last one."""
-    WARPS: gl.constexpr = ROWS // 32
-    L: gl.constexpr = message_layout(ROWS, WARPS)
-    rows = gl.arange(0, 4 * WARPS, gl.SliceLayout(1, L))
+def await_messages(at, NC, sequence, PEERS: gl.constexpr):
+    """(means, M2, peer): [32, PEERS] and [PEERS], by one warp. Peers at or past NC repeat the last one."""
+    L: gl.constexpr = message_layout(PEERS)
+    T: gl.constexpr = message_type(PEERS)
+    rows = gl.arange(0, 32 // PEERS, gl.SliceLayout(1, L))
     peer = gl.arange(0, PEERS, gl.SliceLayout(0, L))
     first = at + (gl.minimum(peer, NC - 1) * 128)[None, :] + (2 * rows)[:, None]
-    T: gl.constexpr = message_type(ROWS, WARPS)
-    pitch = gl.to_tensor(4 * WARPS * 16).to(gl.int64)
-    mean, m2 = gl.inline_asm(_await_asm, ("=&f", "=&f", "l", "r", "l"), [first, sequence, pitch], (T, T), is_pure=False)
+    mean, m2 = gl.inline_asm(_await_asm, ("=&f", "=&f", "l", "r"), [first, sequence], (T, T), is_pure=False)
     return mean, m2, peer
 
 
@@ -89,4 +86,4 @@ def next_base(space, base, used):
     done = gl.atomic_add(state + 1, 1, sem="acq_rel", scope="gpu")
     if done == gl.num_programs(0) - 1:
         gl.store(state + 1, 0)
-        gl.store(state, base + used)
+        gl.store(state, base + (used + 1) // 2 * 2)  # even, so that a number tells its tile's parity

@@ -20,6 +20,7 @@ from recsys_norm.bench.compare_runs import Run, median
 
 CURVE_STEPS = 300
 TOLERANCE = 2.0
+_STEADY = 1.5  # p80 / p20 of step times from which on the reader is warned
 _LAST_PLACE = 2.0**-24  # of an fp32 number in [0.5, 1)
 _BACKENDS = ("unfused", "compiled", "naive", "fused")
 _IDENTITY = ("model", "data", "device", "world_size", "dtype", "batch", "seed")
@@ -274,6 +275,11 @@ def _notes(group: dict[str, Any], controls: Sequence[Run]) -> list[str]:
         if entry["fallbacks"]:
             notes.append(_fallback_note(name, entry))
     notes += [f"the control run failed: {run.error}" for run in controls if run.error and run.summary is None]
+    if unsteady := [e["path"] for e in group["paths"] if e["rank"] and _unsteady(e["step_ms"])]:
+        notes.append(
+            f"step times of {', '.join(unsteady)} scatter (p80 above {_STEADY} x p20): something else may have used "
+            "this machine; compare.rounds=3 alternates the paths three times"
+        )
     if group["control"] is None and len(group["paths"]) > 1:
         notes.append("loss curves are not judged: no control run (compare.controls=1 makes one)")
     return notes
@@ -287,6 +293,10 @@ def _fallback_note(name: str, entry: dict[str, Any]) -> str:
     return (
         f"{name} is a fallback here, {calls}: {told}" if is_fallback(entry) else f"{name} fell back in {calls}: {told}"
     )
+
+
+def _unsteady(step_ms: dict[str, float | None]) -> bool:
+    return step_ms["p20"] is not None and step_ms["p80"] > _STEADY * step_ms["p20"]
 
 
 def why_fallback(entry: dict[str, Any]) -> dict[str, list[str]]:

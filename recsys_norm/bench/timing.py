@@ -24,7 +24,9 @@ class Stopwatch:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
         self._random = random.Random(seed)
 
-    def time(self, candidates: dict[str, Callable[[], object]], launches: int, warmup: int = 3) -> dict[str, list[float]]:
+    def time(
+        self, candidates: dict[str, Callable[[], object]], launches: int, warmup: int = 3
+    ) -> dict[str, list[float]]:
         """Milliseconds of each launch of each candidate; every round runs all of them once, in random order."""
         for function in candidates.values():
             for _ in range(warmup):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torch import nn
+from torch import fx, nn
 
 from recsys_norm.conversion import patterns, transformer
-from recsys_norm.conversion.swaps import NORMS, is_swapped, restore, set_policy, swap
+from recsys_norm.conversion.swaps import is_swapped, restore, set_policy, swap
 from recsys_norm.nn.policy import Policy
+from recsys_norm.nn.torch_modules import NORMS
 
 __all__ = ["Conversion", "convert", "revert"]
 
@@ -97,7 +98,7 @@ def _transformers(model: nn.Module, policy: Policy, result: Conversion) -> None:
         result.replaced.append((transformer.FusedTransformerEncoderLayer.kind, (name,)))
 
 
-def _traced(prefix: str, root: nn.Module, graph, policy: Policy, result: Conversion) -> None:
+def _traced(prefix: str, root: nn.Module, graph: fx.Graph, policy: Policy, result: Conversion) -> None:
     modules = dict(root.named_modules())
     found, reasons = patterns.chains(root, graph)
     for name, why in reasons.items():

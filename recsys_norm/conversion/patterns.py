@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx, nn
 
-from recsys_norm.conversion.swaps import NORMS, activation_name
+from recsys_norm.nn.torch_modules import NORMS, activation_name
 
 _OPAQUE = ("torchrec.modules.embedding", "torchrec.distributed", "fbgemm_gpu", "recsys_norm.")
 
@@ -45,7 +46,9 @@ def chains(root: nn.Module, graph: fx.Graph) -> tuple[list[Chain], dict[str, str
     """Chains in a graph, each module in at most one, and why a norm is in none but fused alone."""
     modules = dict(root.named_modules())
     calls = Counter(node.target for node in graph.nodes if node.op == "call_module")
-    found, taken, reasons = [], set(), {}
+    found: list[Chain] = []
+    taken: set[str] = set()
+    reasons: dict[str, str] = {}
     for node in graph.nodes:
         if node.op != "call_module" or type(modules[node.target]) not in NORMS:
             continue
@@ -61,27 +64,32 @@ def chains(root: nn.Module, graph: fx.Graph) -> tuple[list[Chain], dict[str, str
     return found, reasons
 
 
-def _around(node: fx.Node, modules: dict[str, nn.Module], calls: Counter) -> Iterator[Chain]:
+def _around(node: fx.Node, modules: dict[str, Any], calls: Counter) -> Iterator[Chain]:
     """What the norm of a node can be fused with, the best first."""
-    width = modules[node.target].normalized_shape[-1]
+    width = modules[_name(node)].normalized_shape[-1]
     before = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
     if before is not None:
         alone = _is_linear(before, modules, calls) and len(before.users) == 1
-        before = before if alone and modules[before.target].out_features == width else None
+        before = before if alone and modules[_name(before)].out_features == width else None
     activation = _only_user(node) if before is not None else None
     if activation is not None and not _is_activation(activation, modules, calls):
         activation = None
     after = _only_user(activation or node)
     after = after if after is not None and _is_linear(after, modules, calls) else None
-    after = after if after is not None and modules[after.target].in_features == width else None
+    after = after if after is not None and modules[_name(after)].in_features == width else None
     if before is not None and after is not None and not _reads_shape(node) and not _reads_shape(activation):
-        middle = (node.target,) if activation is None else (node.target, activation.target)
-        name = None if activation is None else activation_name(modules[activation.target])
-        yield Chain("linear_norm_linear", (before.target, *middle, after.target), name)
+        middle = (node,) if activation is None else (node, activation)
+        name = None if activation is None else activation_name(modules[_name(activation)])
+        yield Chain("linear_norm_linear", tuple(map(_name, (before, *middle, after))), name)
     if after is not None and activation is None:
-        yield Chain("norm_linear", (node.target, after.target))
+        yield Chain("norm_linear", (_name(node), _name(after)))
     if before is not None:
-        yield Chain("linear_norm", (before.target, node.target))
+        yield Chain("linear_norm", (_name(before), _name(node)))
+
+
+def _name(node: fx.Node) -> str:
+    """Of the module that a node calls."""
+    return str(node.target)
 
 
 def _shape_read(node: fx.Node) -> bool:
@@ -100,10 +108,11 @@ def _only_user(node: fx.Node) -> fx.Node | None:
     return users[0] if len(users) == 1 else None
 
 
-def _is_activation(node: fx.Node, modules: dict, calls: Counter) -> bool:
-    return node.op == "call_module" and calls[node.target] == 1 and activation_name(modules[node.target]) is not None
+def _is_activation(node: fx.Node, modules: dict[str, Any], calls: Counter) -> bool:
+    once = node.op == "call_module" and calls[node.target] == 1
+    return once and activation_name(modules[_name(node)]) is not None
 
 
-def _is_linear(node: fx.Node, modules: dict, calls: Counter) -> bool:
-    plain = node.op == "call_module" and type(modules[node.target]) is nn.Linear and len(node.args) == 1
+def _is_linear(node: fx.Node, modules: dict[str, Any], calls: Counter) -> bool:
+    plain = node.op == "call_module" and type(modules[_name(node)]) is nn.Linear and len(node.args) == 1
     return plain and not node.kwargs and calls[node.target] == 1

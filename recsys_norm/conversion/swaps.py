@@ -7,37 +7,26 @@ pass their input on. So the code that calls the modules, their names, parameters
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, cast
+
 import torch
 from torch import Tensor, nn
 
 from recsys_norm import ops
 from recsys_norm.nn.policy import Policy
+from recsys_norm.nn.torch_modules import ACTIVATIONS, NORMS, norm_arguments
 
-NORMS = (nn.LayerNorm, nn.RMSNorm)
-ACTIVATIONS = {nn.ReLU: "relu", nn.SiLU: "silu", nn.Hardswish: "hardswish"}  # and nn.GELU by its `approximate`
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _STATE = "_recsys_norm"  # attribute of a swapped module, in its __dict__ past nn.Module's registration
 
 
-def activation_name(module: nn.Module) -> str | None:
-    """The ops' name of an activation module, None if they have none."""
-    if type(module) is nn.GELU:
-        return "gelu" if module.approximate == "none" else "gelu_tanh"
-    return ACTIVATIONS.get(type(module))
+if TYPE_CHECKING:
+    _Base = nn.Module  # which a swapped class is by its other base
+else:
+    _Base = object
 
 
-def norm_arguments(norm: nn.Module) -> dict:
-    """The norm of a torch.nn module as arguments of an op."""
-    layer = isinstance(norm, nn.LayerNorm)
-    return {
-        "norm": "layer" if layer else "rms",
-        "norm_weight": norm.weight,
-        "norm_bias": norm.bias if layer else None,
-        "eps": norm.eps,
-    }
-
-
-class Swapped:
+class Swapped(_Base):
     """Mixin of all swapped classes. `parts` are the modules before this one whose work it does."""
 
     kind = ""
@@ -47,7 +36,7 @@ class Swapped:
         return self.__dict__[_STATE]["policy"]
 
     @property
-    def parts(self) -> tuple[nn.Module, ...]:
+    def parts(self) -> tuple[Any, ...]:
         return self.__dict__[_STATE]["parts"]
 
     def original(self, x: Tensor) -> Tensor:
@@ -55,6 +44,10 @@ class Swapped:
         for part in self.parts:
             x = origin(part).forward(part, x)
         return origin(self).forward(self, x)
+
+    def fused(self, x: Tensor) -> Tensor:
+        """What it computes now."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fused(x) if x.dtype in DTYPES else self.original(x)
@@ -75,6 +68,8 @@ class Passed(Swapped):
 
 class _NormLinear(Swapped):
     kind = "norm_linear"
+    weight: Tensor
+    bias: Tensor | None
 
     def fused(self, x: Tensor) -> Tensor:
         (norm,) = self.parts
@@ -83,6 +78,8 @@ class _NormLinear(Swapped):
 
 class _LinearNormLinear(Swapped):
     kind = "linear_norm_linear"
+    weight: Tensor
+    bias: Tensor | None
 
     def fused(self, x: Tensor) -> Tensor:
         first, norm, *activation = self.parts
@@ -103,16 +100,21 @@ class _LinearNorm(Swapped):
 
     def fused(self, x: Tensor) -> Tensor:
         (linear,) = self.parts
-        return ops.linear_norm(x, linear.weight, linear.bias, **norm_arguments(self), **self.policy.arguments())
+        y = ops.linear_norm(x, linear.weight, linear.bias, **norm_arguments(self), **self.policy.arguments())
+        return cast(Tensor, y)
 
 
 class _Norm(Swapped):
     kind = "norm"
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: Any
 
     def fused(self, x: Tensor) -> Tensor:
-        if isinstance(self, nn.LayerNorm):
-            return ops.layer_norm(x, self.weight, self.bias, self.eps, **self.policy.arguments())
-        return ops.rms_norm(x, self.weight, self.eps, **self.policy.arguments())
+        how = self.policy.arguments()
+        if issubclass(origin(self), nn.LayerNorm):
+            return cast(Tensor, ops.layer_norm(x, self.weight, self.bias, self.eps, **how))
+        return cast(Tensor, ops.rms_norm(x, self.weight, self.eps, **how))
 
 
 def _class(mixin: type, base: type) -> type:
@@ -137,7 +139,7 @@ _CLASSES = {
 _BY_KIND = {mixin.kind: mixin for mixin, _ in _CLASSES}
 
 
-def origin(module: nn.Module) -> type:
+def origin(module: nn.Module) -> type[nn.Module]:
     """The class a module had before it was swapped."""
     return module.__dict__[_STATE]["origin"] if is_swapped(module) else type(module)
 
@@ -146,14 +148,14 @@ def is_swapped(module: nn.Module) -> bool:
     return isinstance(module, Swapped)
 
 
-def swap(module: nn.Module, kind: str, policy: Policy, parts: tuple[nn.Module, ...] = (), **state) -> None:
+def swap(module: nn.Module, kind: str, policy: Policy, parts: tuple[nn.Module, ...] = (), **state: Any) -> None:
     """Give a module the class for `kind`; `parts` are the modules before it whose work it takes over, which pass on."""
     for part in parts:
         set_class(part, _CLASSES[Passed, type(part)], policy, ())
     set_class(module, _CLASSES[_BY_KIND[kind], type(module)], policy, parts, **state)
 
 
-def set_class(module: nn.Module, target: type, policy: Policy, parts: tuple[nn.Module, ...], **state) -> None:
+def set_class(module: nn.Module, target: type, policy: Policy, parts: tuple[nn.Module, ...], **state: Any) -> None:
     """Make a module one of the swapped class `target`."""
     module.__dict__[_STATE] = {"origin": type(module), "policy": policy, "parts": parts, **state}
     module.__class__ = target

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys_norm import ops
-from recsys_norm.conversion.swaps import DTYPES, Swapped, norm_arguments, set_class
+from recsys_norm.conversion.swaps import DTYPES, Swapped, set_class
 from recsys_norm.nn.policy import Policy
+from recsys_norm.nn.torch_modules import norm_arguments
 
 
 class FusedTransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
@@ -40,14 +43,22 @@ class FusedTransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
         h = self.dropout(self.activation(F.linear(x, *feed)))
         return self._add_norm(h, *second, x, self.norm2, self.dropout2)
 
-    def _add_norm(self, x, weight, bias, residual, norm, dropout) -> Tensor:
+    def _add_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        residual: Tensor,
+        norm: nn.LayerNorm,
+        dropout: nn.Dropout,
+    ) -> Tensor:
         """norm(residual + dropout(x W^T + bias))."""
         arguments, how = norm_arguments(norm), self.policy.arguments()
         if not (self.training and dropout.p > 0):
-            options = dict(residual=residual, residual_position="before")
-            return ops.linear_norm(x, weight, bias, **options, **arguments, **how)
+            options: dict[str, Any] = dict(residual=residual, residual_position="before")
+            return cast(Tensor, ops.linear_norm(x, weight, bias, **options, **arguments, **how))
         z = dropout(F.linear(x, weight, bias))
-        return ops.layer_norm(z, norm.weight, norm.bias, norm.eps, residual=residual, **how)
+        return cast(Tensor, ops.layer_norm(z, norm.weight, norm.bias, norm.eps, residual=residual, **how))
 
     def _attend(self, qkv: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         """[..., 3 E] -> [..., E] in the layer's layout."""

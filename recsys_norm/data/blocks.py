@@ -67,21 +67,32 @@ class Block:
 
     def tokens(self, name: str, *, required: bool = False) -> pa.Array:
         """The column with text decoded and empty fields as nulls. Rejects rows that are not UTF-8."""
-        column = self.columns[name]
-        if is_text(column.type):
-            column = self._decoded(name, column)
+        column = self._decoded(name, self.columns[name], np.arange(len(self)))
         if required:
             missing = column.is_null().to_numpy(zero_copy_only=False)
             self.reject(missing, lambda i: f"{name} is empty")
         return column
 
-    def _decoded(self, name: str, column: pa.Array) -> pa.Array:
+    def lists(self, name: str) -> tuple[pa.Array, np.ndarray]:
+        """The values of a column of lists, packed and decoded like `tokens`, and the number of them per row [n]."""
+        column = self.columns[name]
+        length = pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
+        return self._decoded(name, column.flatten(), np.repeat(np.arange(len(self)), length)), length
+
+    def _decoded(self, name: str, values: pa.Array, row: np.ndarray) -> pa.Array:
+        """Text as strings, with null for what is empty or no number. `row`: where each value belongs."""
+        if pa.types.is_floating(values.type):
+            return pc.if_else(pc.is_nan(values), pa.scalar(None, values.type), values)
+        if not is_text(values.type):
+            return values
+        values = values.cast(pa.binary())
         try:
-            text = column.cast(pa.string())
+            text = values.cast(pa.string())  # checks the encoding, which strings of a Parquet file may lack, too
         except pa.ArrowInvalid:
-            decoded = [_decode(value) for value in column.to_pylist()]
-            bad = np.array([value is False for value in decoded])
-            self.reject(bad, lambda i: f"{name} is {column[i].as_py()!r}, which is not UTF-8")
+            decoded = [_decode(value) for value in values.to_pylist()]
+            wrong = {int(row[at]): at for at, value in enumerate(decoded) if value is False}
+            bad = np.isin(np.arange(len(self)), list(wrong))
+            self.reject(bad, lambda i: f"{name} is {values[wrong[i]].as_py()!r}, which is not UTF-8")
             text = pa.array([value or None for value in decoded], pa.string())
         return pc.if_else(pc.equal(pc.binary_length(text), 0), pa.scalar(None, pa.string()), text)
 
@@ -122,9 +133,9 @@ def _number(text: str | None) -> float:
         return np.nan
 
 
-def _decode(value: bytes | str | None) -> str | None | bool:
+def _decode(value: bytes | None) -> str | None | bool:
     try:
-        return value.decode() if isinstance(value, bytes) else value
+        return value and value.decode()
     except UnicodeDecodeError:
         return False
 

@@ -180,7 +180,7 @@ class LogConfig(LoaderConfig):
     negative_rate: float = 1.0  # share of the negative training rows (of the main task) that are kept
     damaged: str = "skip"  # skip | raise
     buffer_bytes: int = 4 << 20  # of a text file in memory at a time; a line has to fit
-    buffer_rows: int = 65_536  # of a Parquet file, or of a prepared column, in memory at a time
+    buffer_rows: int = 8_192  # of a Parquet file, or of a prepared column, in memory at a time
 
     standardize: bool = True  # dense features by mean and deviation of the training split; empty ones become 0
     negative_correction: str = "logit"  # logit | weight | none: how predictions stay calibrated, see `logs`

@@ -75,7 +75,7 @@ class Logs:
         """Pooled features have tables of their own; the item shares `item` with the events."""
         facts = self.store.facts
         columns = facts["columns_of"]
-        sparse = [IdFeature(name, name.replace(".", "_")) for name in facts["singles"] + facts["bags"]]
+        sparse = [IdFeature(name, facts["pooled"][name]) for name in facts["singles"] + facts["bags"]]
         events = []
         for name, tables in facts["events"].items():
             fields = zip(("item", "action"), tables, strict=False)

@@ -20,7 +20,7 @@ import torch
 from recsys_norm.data.batch import Batch, jagged
 from recsys_norm.data.config import MovieLensConfig
 from recsys_norm.data.loader import Loader
-from recsys_norm.data.movielens_collaborative import collaborative_statistics, content_of
+from recsys_norm.data.movielens_collaborative import LIKE, collaborative_statistics, content_of
 from recsys_norm.data.movielens_files import Interactions, Item, locate, read
 from recsys_norm.data.movielens_statistics import STATISTICS, online_statistics
 from recsys_norm.data.schema import Event, IdFeature, Schema, Table
@@ -140,8 +140,9 @@ class Columns:
         user = np.unique(self.user, return_inverse=True)[1]
         raw, item = np.unique(self.raw_item, return_inverse=True)
         content = content_of([data.items.get(i, Item()) for i in raw.tolist()])
-        more = collaborative_statistics(user, item, self.rating, self.time, content, strict=strict)
-        return np.concatenate([features, more], 1)
+        targets = self.rating, LIKE * self.label
+        more = [collaborative_statistics(user, item, target, self.time, content, strict=strict) for target in targets]
+        return np.concatenate([features, *more], 1)
 
     def _sparse_features(
         self, data: Interactions, wanted: list[str], n_train: int

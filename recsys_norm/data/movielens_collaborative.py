@@ -1,4 +1,7 @@
-"""What a collaborative filter would have predicted for each row, had it been kept up to date with the earlier rows."""
+"""What a collaborative filter would have predicted for each row, had it been kept up to date with the earlier rows.
+
+Source of the model: Koren, Bell, Volinsky: Matrix factorization techniques for recommender systems. Computer 42, 2009.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ from recsys_norm.data.movielens_statistics import known_rows
 
 FACTORS = 8  # learned features of an item
 REFITS = 20  # fits of the item features, spread evenly over the rows
-SWEEPS = 3  # alternations of each fit, which starts from the one before
+SWEEPS = 2  # alternations of each fit, which starts from the one before
 RIDGE_FACTOR, RIDGE_CONTENT, RIDGE_BIAS = 8.0, 15.0, 2.0
 SMOOTH_ITEM, SMOOTH_USER = 5.0, 3.0  # rows with a deviation of 0 that the mean of an item and of a user start with
-MEAN = 3.5  # of the ratings, before the first fit
 RECENT = 0.15  # weight of the latest row in the moving average
+LIKE = 2.5  # a like in stars, so that one set of ridges suits both
 
 
 def collaborative_statistics(
     user: np.ndarray,
     item: np.ndarray,
-    rating: np.ndarray,
+    value: np.ndarray,
     time: np.ndarray,
     content: np.ndarray,
     *,
@@ -29,23 +32,25 @@ def collaborative_statistics(
 ) -> np.ndarray:
     """[n, 4] float32 features of rows in time order; row i uses rows 0 .. i - 1 (with `strict`, earlier times) only.
 
-        rating = mean + b_item + a_user + w_user . [v_item | content_item]
+        value = mean + b_item + a_user + w_user . [v_item | content_item]
 
     Returns the prediction minus the mean, its last term, a_user, and the moving average of what the predictions for the
     user's last rows missed. The mean, b and v are fitted by alternating least squares after each twentieth of the rows,
-    to all rows up to there; a and w of a user are the ridge solution over all of its earlier rows.
+    to all rows up to there; a and w of a user are the ridge solution over all of its earlier rows. The first twentieth,
+    before any fit, has zeros.
 
-    user, item: [n] codes 0 .. ; rating [n]; content: [items, C] known features of the items, C may be 0.
+    user, item: [n] codes 0 .. ; value [n]: stars, or LIKE for a row that was liked and 0 for the others;
+    content: [items, C] known features of the items, C may be 0.
     """
-    edges = np.linspace(0, len(rating), REFITS + 1).astype(np.int64)
+    edges = np.linspace(0, len(value), REFITS + 1).astype(np.int64)
     if strict:  # rows of one time belong to one fit, which knows none of them
         edges[1:-1] = np.searchsorted(time, time[edges[1:-1]])
     model = FactorModel(int(user.max()) + 1, content)
-    features = np.empty((len(rating), 4))
-    for begin, end in pairwise(np.unique(edges)):
-        model.fit(user[:begin], item[:begin], rating[:begin])
-        features[begin:end, :3] = model.follow(user[:end], item[:end], rating[:end], time[:end], begin, strict)
-        features[begin:end, 3] = rating[begin:end] - model.mean - features[begin:end, 0]
+    features = np.zeros((len(value), 4))
+    for begin, end in pairwise(np.unique(edges)[1:]):
+        model.fit(user[:begin], item[:begin], value[:begin])
+        features[begin:end, :3] = model.follow(user[:end], item[:end], value[:end], time[:end], begin, strict)
+        features[begin:end, 3] = value[begin:end] - model.mean - features[begin:end, 0]
     features[:, 3] = _moving_average(features[:, 3], user, time, strict)
     return features.astype(np.float32)
 
@@ -59,18 +64,16 @@ class FactorModel:
         self.x = np.hstack([factors, content, np.ones((items, 1))])
         self.ridge = np.diag([RIDGE_FACTOR] * FACTORS + [RIDGE_CONTENT] * known + [RIDGE_BIAS])
         self.users = users
-        self.mean, self.item_bias = MEAN, np.zeros(items)
+        self.mean, self.item_bias = 0.0, np.zeros(items)
 
-    def fit(self, user: np.ndarray, item: np.ndarray, rating: np.ndarray) -> None:
-        if len(rating) == 0:
-            return
+    def fit(self, user: np.ndarray, item: np.ndarray, value: np.ndarray) -> None:
         items = len(self.x)
-        self.mean = rating.mean()
+        self.mean = value.mean()
         user_bias = np.zeros(self.users)
         for _ in range(SWEEPS):
-            self.item_bias = _smooth_mean(rating - self.mean - user_bias[user], item, items, SMOOTH_ITEM)
-            user_bias = _smooth_mean(rating - self.mean - self.item_bias[item], user, self.users, SMOOTH_USER)
-        target = rating - self.mean - self.item_bias[item]
+            self.item_bias = _smooth_mean(value - self.mean - user_bias[user], item, items, SMOOTH_ITEM)
+            user_bias = _smooth_mean(value - self.mean - self.item_bias[item], user, self.users, SMOOTH_USER)
+        target = value - self.mean - self.item_bias[item]
         by_user, by_item = _groups(user), _groups(item)
         w = np.zeros((self.users, self.x.shape[1]))
         for _ in range(SWEEPS):
@@ -83,10 +86,10 @@ class FactorModel:
                 of = of[:, :FACTORS]
                 self.x[at, :FACTORS] = np.linalg.solve(of.T @ of + self.ridge[:FACTORS, :FACTORS], of.T @ missing)
 
-    def follow(self, user, item, rating, time, begin: int, strict: bool) -> np.ndarray:
+    def follow(self, user, item, value, time, begin: int, strict: bool) -> np.ndarray:
         """[rows - begin, 3]: prediction - mean, w . [v | content] and a for the rows from `begin` on, one by one."""
-        result = np.zeros((len(rating) - begin, 3))
-        target = rating - self.mean - self.item_bias[item]
+        result = np.zeros((len(value) - begin, 3))
+        target = value - self.mean - self.item_bias[item]
         unseen = np.bincount(item[:begin], minlength=len(self.x)) == 0
         features = self.x.copy()
         features[unseen, :FACTORS] = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from recsys_norm.data.blocks import Block, floats, is_list, is_text, pa, pc
+from recsys_norm.data.blocks import Block, floats, is_list, pa
 from recsys_norm.data.errors import DataError
 from recsys_norm.data.formats import Columns, SequenceOf, seconds
 
@@ -92,11 +92,11 @@ def _has_unit(kind: pa.DataType) -> bool:
 
 def _user(block: Block, name: str) -> np.ndarray:
     """[n] int64: whole numbers as they are, everything else by its 64-bit hash."""
-    from pandas.util import hash_array
-
     tokens = block.tokens(name, required=True)
     if pa.types.is_integer(tokens.type):
         return tokens.fill_null(0).cast(pa.int64(), safe=False).to_numpy(zero_copy_only=False)
+    from pandas.util import hash_array
+
     encoded = tokens.cast(pa.string()).fill_null("").dictionary_encode()
     hashes = hash_array(np.array(encoded.dictionary.to_pylist(), dtype=object))
     return hashes.view(np.int64)[encoded.indices.to_numpy()]
@@ -106,14 +106,10 @@ class _Lists:
     """A column with any number of ids per row, or with one."""
 
     def __init__(self, block: Block, name: str) -> None:
-        column = block.columns[name]
-        self.length = None
-        if not is_list(column.type):
-            self.values = block.tokens(name)
-            return
-        self.values, self.length = column.flatten(), lengths(column)
-        if is_text(self.values.type):
-            self.values = self.values.cast(pa.string())
+        if is_list(block.columns[name].type):
+            self.values, self.length = block.lists(name)
+        else:
+            self.values, self.length = block.tokens(name), None
 
     def kept(self, keep: np.ndarray) -> Tokens:
         if self.length is None:
@@ -132,8 +128,9 @@ class _Sequence:
             if not is_list(block.columns[column].type):
                 kind = block.columns[column].type
                 raise DataError(f"{block.file}: {column!r} of sequence {name!r} holds {kind}, not lists")
-        self.lists = {what: block.columns[column] for what, column in given.items() if column}
-        self.lengths = {what: lengths(column) for what, column in self.lists.items()}
+        lists = {what: block.lists(column) for what, column in given.items() if column}
+        self.values = {what: values for what, (values, _) in lists.items()}
+        self.lengths = {what: length for what, (_, length) in lists.items()}
         self.length = self.lengths["items"]
         differ = np.any([length != self.length for length in self.lengths.values()], axis=0)
         block.reject(differ, lambda i: f"sequence {name}: " + ", ".join(f"{v[i]} {k}" for k, v in self.lengths.items()))
@@ -141,7 +138,7 @@ class _Sequence:
             self._check_ages(block, name, columns, time)
 
     def _check_ages(self, block: Block, name: str, columns: Columns, time: np.ndarray) -> None:
-        length, flat = self.lengths["times"], self.lists["times"].flatten()
+        length, flat = self.lengths["times"], self.values["times"]
         at = floats(flat) if _has_unit(flat.type) else seconds(floats(flat), columns.time_unit)
         row = np.repeat(np.arange(len(length)), length)
         age = time[row] - at
@@ -157,11 +154,10 @@ class _Sequence:
         mask = np.repeat(keep, self.length)
         back = np.repeat(np.cumsum(self.length), self.length) - np.arange(len(mask))  # 1 is the latest
         part = {
-            what: column.flatten().filter(pa.array(np.repeat(keep, self.lengths[what])))
-            for what, column in self.lists.items()
+            what: values.filter(pa.array(np.repeat(keep, self.lengths[what]))) for what, values in self.values.items()
         }
         recent = back[mask] <= self.max_len
-        if "times" in self.lists:
+        if "times" in self.values:
             age = self.age_of_times[np.repeat(keep, self.lengths["times"])]
         else:
             age = np.zeros(len(recent))
@@ -169,8 +165,3 @@ class _Sequence:
         action = part["actions"].filter(chosen) if "actions" in part else None
         length = np.minimum(self.length[keep], self.max_len)
         return Events(length, part["items"].filter(chosen), action, age[recent].astype(np.float32))
-
-
-def lengths(column: pa.Array) -> np.ndarray:
-    """[n] int64; 0 for null."""
-    return pc.list_value_length(column).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)

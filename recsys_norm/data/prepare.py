@@ -46,11 +46,12 @@ class Preparation:
         self.writer = Writer(folder)
         self.damaged = Damaged(config.damaged == "raise")
         self.encoders: dict[str, Encoder] = {}
-        self.bags: set[str] = set()
-        self.users_of: dict[str, list[str]] = {}  # table -> the columns that look it up
+        self.pooled = self._pooled_tables()
+        self.lists: dict[str, bool] = {}  # sparse column -> whether it holds any number of ids per row
         self.size = config.buffer_rows
         self.events: dict[str, list[str]] = {}  # sequence -> tables of its fields
         self.rows = 0
+        self._maps: dict[str, np.ndarray] = {}
 
     def run(self) -> None:
         try:
@@ -87,13 +88,12 @@ class Preparation:
                 append(name, getattr(rows, name))
         single = []
         for name, (values, length) in rows.sparse.items():
-            codes = self._encode(table_name(name), values)
+            if self.lists.setdefault(name, length is not None) != (length is not None):
+                raise DataError(f"column {name!r} holds lists in one file and single values in another")
+            codes = self._encode(self.pooled[name], values)
             if length is None:
-                if name in self.bags:
-                    raise DataError(f"column {name!r} holds lists in one file and single values in another")
                 single.append(codes)
             else:
-                self.bags.add(name)
                 self._append_lists(f"bag/{name}", {"": codes}, length, begin)
         if rows.item is not None:
             single.append(self._encode(ITEM, rows.item))
@@ -145,6 +145,21 @@ class Preparation:
     @property
     def keeps_history(self) -> bool:
         return keeps_history(self.config, self.source)
+
+    def _pooled_tables(self) -> dict[str, str]:
+        """sparse column -> its table: TorchRec takes no dots, and sequences have tables of their own."""
+        taken = {of.table for of in self.columns.sequences.values()}
+        taken |= {f"{name}_action" for name in self.columns.sequences}
+        taken |= {ITEM} if self.columns.item else set()
+        taken |= {ACTION} if self.keeps_history else set()
+        tables: dict[str, str] = {}
+        for name in self.columns.sparse:
+            table = name.replace(".", "_")
+            while table in taken:
+                table += "_pooled"
+            taken.add(table)
+            tables[name] = table
+        return tables
 
     # -- splits and histories
 
@@ -222,8 +237,9 @@ class Preparation:
             "base_rates": (positive / rows[0]).tolist(),
             "dense_mean": mean.tolist(),
             "dense_deviation": np.where(deviation > 0, deviation, 1.0).tolist(),
-            "bags": [name for name in self.columns.sparse if name in self.bags],
-            "singles": [name for name in self.columns.sparse if name not in self.bags],
+            "pooled": self.pooled,
+            "bags": [name for name, several in self.lists.items() if several],
+            "singles": [name for name, several in self.lists.items() if not several],
             "events": self.events,
             "tables": {name: encoder.rows for name, encoder in self.encoders.items()} | self._action_rows(),
             "damaged": dict(self.damaged.counts),
@@ -241,25 +257,31 @@ class Preparation:
                 count += np.bincount(codes, minlength=len(count))
 
     def _codes_of(self, table: str, at: np.ndarray):
-        flush = self.writer.flush
-        names = [name for name in self.columns.sparse if name not in self.bags]
+        flush = self._map
+        names = [name for name, several in self.lists.items() if not several]
         for index, name in enumerate(names):
-            if table_name(name) == table:
+            if self.pooled[name] == table:
                 yield flush("single")[at, index]
         if table == ITEM and self.columns.item:
             yield flush("single")[at, len(names)]
         if table == ACTION and self.keeps_history:
             yield flush("action")[at]
-        for name in self.bags:
-            if table_name(name) == table:
+        for name, several in self.lists.items():
+            if several and self.pooled[name] == table:
                 yield flush(f"bag/{name}")[self._places(f"bag/{name}", at)]
         for name in self.columns.sequences:
             for field, of in zip(("item", "action"), self.events[name], strict=False):
                 if of == table:
                     yield flush(f"event/{name}/{field}")[self._places(f"event/{name}", at)]
 
+    def _map(self, name: str) -> np.ndarray:
+        """A column that is complete."""
+        if name not in self._maps:
+            self._maps[name] = self.writer.flush(name)
+        return self._maps[name]
+
     def _places(self, name: str, at: np.ndarray) -> np.ndarray:
-        begin, length = self.writer.flush(f"{name}/begin")[at], self.writer.flush(f"{name}/length")[at]
+        begin, length = self._map(f"{name}/begin")[at], self._map(f"{name}/length")[at]
         return np.repeat(begin - (np.cumsum(length) - length), length) + np.arange(int(length.sum()))
 
     def _sampled(self, at: np.ndarray, label: np.ndarray) -> np.ndarray:
@@ -310,11 +332,6 @@ def keeps_history(config: LogConfig, source: Source) -> bool:
     if wanted and not possible:
         raise DataError("data.history.enabled needs data.columns.user_id, item and timestamp")
     return wanted
-
-
-def table_name(column: str) -> str:
-    """A name of a table for a column; TorchRec takes no dots."""
-    return column.replace(".", "_")
 
 
 def vocabulary_folder(folder: str | Path) -> Path:

@@ -13,6 +13,7 @@ import numpy as np
 from recsys_norm.data.store import Writer
 
 TRAIN, VALIDATION, TEST = range(3)
+GROUPS = 256  # of users at most: each is a file while rows are sorted into them
 MIX = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -59,10 +60,10 @@ def users(
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
     """(row, user, time) of groups of whole users, sorted by user, then time, then row.
 
-    Rows go into a file per group of users first, so that a group of about `size` rows is in memory at a time.
+    Rows go into a file per group of users first, so that a group of about `size` rows (or n / GROUPS) is in memory.
     """
     n = len(user)
-    groups = -(-n // size)
+    groups = min(-(-n // size), GROUPS)
     if groups <= 1:
         yield _sorted(np.arange(n), np.asarray(user), None if time is None else np.asarray(time))
         return

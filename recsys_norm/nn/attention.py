@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -38,12 +40,12 @@ class NormAttention(nn.Module):
         backend: str = "fused",
         technique: str | None = None,
         on_unsupported: str = "raise",
-        device=None,
-        dtype=None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
     ):
         super().__init__()
         self.policy = Policy(backend, technique, on_unsupported)
-        self.options = dict(
+        self.options: dict[str, Any] = dict(
             activation=activation,
             softmax=softmax,
             scale=scale,
@@ -79,7 +81,7 @@ class NormAttention(nn.Module):
         residual: Tensor | None = None,
         packed: bool = False,
     ) -> Tensor:
-        parameters = {
+        parameters: dict[str, Any] = {
             f"{side}_norm_{kind}": getattr(self, f"{side}_norm_{kind}")
             for side in ("pre", "post")
             for kind in ("weight", "bias")

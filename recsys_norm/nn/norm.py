@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,7 +12,7 @@ from recsys_norm import ops
 from recsys_norm.nn.policy import Policy
 
 
-def _last_dimension_only(name: str, normalized_shape) -> None:
+def _last_dimension_only(name: str, normalized_shape: int | Sequence[int]) -> None:
     if not isinstance(normalized_shape, int) and len(tuple(normalized_shape)) != 1:
         raise ValueError(
             f"{name} normalises the last dimension; normalized_shape={tuple(normalized_shape)} has more than one: "
@@ -26,13 +29,23 @@ class LayerNorm(torch.nn.LayerNorm):
     `forward(x, residual=None, return_sum=False)` returns y, or (y, z).
     """
 
-    def __init__(self, normalized_shape, *args, backend="fused", technique=None, on_unsupported="raise", **kwargs):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *args: Any,
+        backend: str = "fused",
+        technique: str | None = None,
+        on_unsupported: str = "raise",
+        **kwargs: Any,
+    ):
         _last_dimension_only("LayerNorm", normalized_shape)
         super().__init__(normalized_shape, *args, **kwargs)
         self.policy = Policy(backend, technique, on_unsupported)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, return_sum: bool = False):
-        options = dict(residual=residual, return_sum=return_sum, **self.policy.arguments())
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, return_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        options: dict[str, Any] = dict(residual=residual, return_sum=return_sum, **self.policy.arguments())
         return ops.layer_norm(x, self.weight, self.bias, self.eps, **options)
 
 
@@ -44,11 +57,21 @@ class RMSNorm(torch.nn.RMSNorm):
     Constructor and forward as in `LayerNorm` of this module; eps=None means what torch's does.
     """
 
-    def __init__(self, normalized_shape, *args, backend="fused", technique=None, on_unsupported="raise", **kwargs):
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        *args: Any,
+        backend: str = "fused",
+        technique: str | None = None,
+        on_unsupported: str = "raise",
+        **kwargs: Any,
+    ):
         _last_dimension_only("RMSNorm", normalized_shape)
         super().__init__(normalized_shape, *args, **kwargs)
         self.policy = Policy(backend, technique, on_unsupported)
 
-    def forward(self, x: Tensor, residual: Tensor | None = None, return_sum: bool = False):
-        options = dict(residual=residual, return_sum=return_sum, **self.policy.arguments())
+    def forward(  # type: ignore[override]
+        self, x: Tensor, residual: Tensor | None = None, return_sum: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        options: dict[str, Any] = dict(residual=residual, return_sum=return_sum, **self.policy.arguments())
         return ops.rms_norm(x, self.weight, self.eps, **options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from recsys_norm.ops.inputs import check_policy
 
@@ -18,5 +19,5 @@ class Policy:
     def __post_init__(self):
         check_policy("recsys_norm.nn", self.backend, self.technique, self.on_unsupported)
 
-    def arguments(self) -> dict[str, str | None]:
+    def arguments(self) -> dict[str, Any]:
         return asdict(self)

@@ -38,10 +38,8 @@ def preferred(problem: Problem, direction: str) -> str | None:
     """ "provider/name" of the technique measured fastest near the problem, None where nothing near was measured."""
     if problem.dtype.itemsize != 2:  # the table is of bf16, which fp16 follows
         return None
-    near = [
-        (_distance(row, problem), row) for row in _rows().get((problem.op, problem.norm, direction, problem.arch), ())
-    ]
-    near = [(distance, row) for distance, row in near if distance is not None]
+    rows = _rows().get((problem.op, problem.norm, direction, problem.arch), [])
+    near = [(distance, row) for row in rows if (distance := _distance(row, problem)) is not None]
     return min(near, key=lambda pair: pair[0])[1]["technique"] if near else None
 
 

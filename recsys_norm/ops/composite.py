@@ -31,6 +31,7 @@ def normalize(x: Tensor, norm: str | None, weight: Tensor | None, bias: Tensor |
     weight, bias = cast(weight, x.dtype), cast(bias, x.dtype)
     if norm == "rms":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
+    assert eps is not None  # inputs.check_norm: None is for rms
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 

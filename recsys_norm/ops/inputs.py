@@ -76,9 +76,9 @@ def check_dtypes(
             raise ValueError(f"{op}: {name} is on {tensor.device} and x on {x.device}; move one with .to()")
 
 
-def autocast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Activations in the autocast dtype where autocast is on for their device (parameters stay as they are)."""
-    device = tensors[0].device.type
+    device, tensors = x.device.type, (x, *others)
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)

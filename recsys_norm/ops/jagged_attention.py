@@ -77,7 +77,7 @@ def jagged_attention(
     lengths = (max_q_len, max_k_len)
     if implementation == "eager" or (softmax and q_THd.is_cuda and not _has_flash(tensors, causal, window)):
         return jagged_torch.eager(*tensors, *lengths, Attention(names, scale, causal, window))
-    if softmax:
+    if names is None:
         return torch.ops.recsys_norm.jagged_softmax(*tensors, *lengths, scale, causal, window)[0]
     return torch.ops.recsys_norm.gdpa(*tensors, *lengths, ",".join(names), scale, causal, window)
 
@@ -311,7 +311,8 @@ def jagged_softmax_backward(
         attention = Attention(None, scale, causal, window)
         return jagged_torch.grouped_backward(grad, q, k, v, q_offsets, k_offsets, attention)
     if q.numel() == 0 or k.numel() == 0 or q_offsets.numel() == 1:
-        return tuple(torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+        return dq, dk, dv
     from recsys_norm.kernels.gdpa import launch
 
     grad, q, k, v = _unit_stride(grad, q, k, v)

@@ -4,12 +4,15 @@ tensor."""
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem
+
+Gradients = tuple[Any, ...]  # tensors, as many as the op's schema says
 
 
 def absent(like: Tensor) -> Tensor:
@@ -24,16 +27,16 @@ def present(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None or tensor.numel() == 0 else tensor
 
 
-def gradients(grads: tuple[Tensor | None, ...], likes: tuple[Tensor | None, ...], x: Tensor) -> tuple[Tensor, ...]:
+def gradients(grads: Gradients, likes: Gradients, x: Tensor) -> Gradients:
     """A technique's gradients as op outputs: in the dtype of what they are gradients of, empty where not computed."""
     return tuple(absent(x) if g is None else g.to(like.dtype) for g, like in zip(grads, likes, strict=True))
 
 
-def fake_gradients(likes: tuple[Tensor | None, ...], needs: list[bool], x: Tensor) -> tuple[Tensor, ...]:
+def fake_gradients(likes: Gradients, needs: list[bool], x: Tensor) -> Gradients:
     return tuple(like.new_empty(like.shape) if need else absent(x) for like, need in zip(likes, needs, strict=True))
 
 
-def zero_gradients(likes: tuple[Tensor | None, ...], needs: list[bool], x: Tensor) -> tuple[Tensor, ...]:
+def zero_gradients(likes: Gradients, needs: list[bool], x: Tensor) -> Gradients:
     """For calls without rows."""
     zeros = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) if n else absent(x) for t, n in zip(likes, needs))
     return tuple(zeros)
@@ -61,7 +64,7 @@ def triton_version() -> tuple[int, int] | None:
     return int(major), int(minor)
 
 
-def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fields) -> Problem:
+def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fields: Any) -> Problem:
     """The Problem of rows x; `fields` are the Problem's own names. The parameter dtype is fp32 if any parameter is, and
     eps is a number."""
     dtypes = {p.dtype for p in parameters if p is not None}

@@ -273,7 +273,7 @@ def _forward_op(
     on_unsupported: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     parameters = (pre_q_weight, pre_q_bias, pre_k_weight, pre_k_bias, post_weight, post_bias)
-    spec = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
+    spec: tuple = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
     spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
     tensors = (q, k, v, q_offsets, k_offsets, *parameters, residual)
     if q.numel() == 0:
@@ -282,7 +282,9 @@ def _forward_op(
     chosen = select(problem, backend, technique or None, on_unsupported)
     (out,), saved = chosen.forward(problem, *tensors)
     *statistics, hat = saved
-    return (out, *(stand_in(s, q_offsets.new_empty(0, dtype=torch.float32)) for s in statistics), stand_in(hat, q))
+    none = q_offsets.new_empty(0, dtype=torch.float32)
+    results: tuple = (out, *(stand_in(s, none) for s in statistics), stand_in(hat, q))
+    return results
 
 
 @_forward_op.register_fake
@@ -355,7 +357,7 @@ def _backward_op(
     likes = (q, k, v, *parameters)
     if q.numel() == 0:
         return zero_gradients(likes, needs, q)
-    spec = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
+    spec: tuple = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
     spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
     problem = _problem(q, k, parameters, residual, _unpack(*spec), eps, True)
     chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)

@@ -7,7 +7,7 @@ side, H heads, d head width, M rows, K in-features, N out-features. Weights have
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +76,7 @@ def stores_hat(training: bool, affine: bool, residual: str | None, return_sum: b
 
 
 Tensors = tuple[Tensor | None, ...]
+Results = tuple[Any, ...]  # tensors, and None where the op's order of tensors allows it
 
 
 class Technique(Protocol):
@@ -95,6 +96,6 @@ class Technique(Protocol):
     def why_not(self, problem: Problem) -> str | None:
         """None if the technique can run the problem, else a sentence that names the limit and the alternative."""
 
-    def forward(self, problem: Problem, *tensors: Tensor | None) -> tuple[Tensors, Tensors]: ...
+    def forward(self, problem: Problem, *tensors: Tensor | None) -> tuple[Results, Results]: ...
 
-    def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors: ...
+    def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Results: ...

@@ -194,5 +194,6 @@ def fallbacks() -> dict[str, int]:
 
 
 def reset_counts() -> None:
+    """Begin `counts()` and `fallbacks()` anew."""
     _counts.clear()
     _fallbacks.clear()

@@ -7,6 +7,7 @@ fp32, two-pass. Every function works on rows.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -317,7 +318,8 @@ def _pre_backward(dx, hat, rstd, spec, weight, needs, dtype):
     )
 
 
-def techniques() -> list[tuple[str, _Plain]]:
+def techniques() -> list[tuple[str, Any]]:
+    """(op, `Technique`) pairs; their methods name the tensors that the protocol takes as one list."""
     return [
         ("norm", Norm()),
         ("norm_linear", NormLinear()),

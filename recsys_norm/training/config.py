@@ -111,7 +111,8 @@ class DenseOptimizerConfig:
 
 @dataclass
 class SparseOptimizerConfig:
-    """Row-wise Adagrad over the embedding tables, applied inside the backward pass.
+    """Row-wise Adagrad over the embedding tables, applied inside the backward pass. There is no weight decay: fbgemm
+    accepts one and ignores it.
 
     With `trainer.grad_accumulation` above 1 each batch updates the rows that it touched. `clip_norm` does not reach
     these gradients, they never exist as a whole.
@@ -119,7 +120,6 @@ class SparseOptimizerConfig:
 
     lr: float = 0.02
     eps: float = 1e-8
-    weight_decay: float = 0.0
 
 
 @dataclass

@@ -7,11 +7,14 @@ waits for a dead one gets an error that does not say for whom it waited; the pos
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -62,6 +65,16 @@ class Health:
         """What the main thread does next, such as "step 7"."""
         self._work, self._doing, self._since = self._work + 1, doing, time.monotonic()
 
+    @contextmanager
+    def unlimited(self, doing: str) -> Iterator[None]:
+        """Inside, the main thread may take any time."""
+        self.at(doing)
+        self._since = math.inf
+        try:
+            yield
+        finally:
+            self.at("starting")
+
     def cause(self, error: BaseException) -> BaseException:
         """The error to report for one that was raised here: a RankError naming another rank where that is the cause.
 
@@ -80,7 +93,12 @@ class Health:
 
     def _post(self) -> None:
         self._beats += 1
-        value = {"beat": self._beats, "work": self._work, "doing": self._doing, "for": time.monotonic() - self._since}
+        value = {
+            "beat": self._beats,
+            "work": self._work,
+            "doing": self._doing,
+            "for": max(time.monotonic() - self._since, 0.0),
+        }
         self._store.set(f"health/{self._rank}", json.dumps(value))
 
     def _note(self, message: str) -> None:
@@ -132,7 +150,8 @@ class Health:
                 frame = sys._current_frames()[main]
                 waits = _waits_for_peers(frame) or any(post["work"] < self._work for post in self._posts().values())
                 if not waits or idle > self._timeout_s + _GRACE:
-                    self._give_up(f"no progress for {idle:.0f} s at {self._doing}, in {_place(frame)}", waits)
+                    own = f"no progress for {idle:.0f} s at {self._doing}, in {_place(frame)}"
+                    self._give_up(f"{own}; distributed.timeout_s allows {self._timeout_s:g} s", waits)
             except dist.DistError:  # the agent and its store are gone, and this process soon
                 return
 

@@ -154,6 +154,7 @@ class TrainingWindow:
                 tasks=[task],
                 window_size=runtime.size,
                 compute_on_all_ranks=True,
+                process_group=runtime.group,
             ).to(runtime.device)
             for kind in (NEMetric, CalibrationMetric)
         ]

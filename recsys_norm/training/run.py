@@ -104,7 +104,8 @@ def build(config: Config, processes: Runtime, run_dir: Path) -> Trainer:
 
     settings = config.trainer
     runtime.seed_everything(settings.seed)
-    data = instantiate_data(config.data)
+    with processes.health.unlimited("reading the data"):
+        data = instantiate_data(config.data)
     model = Kunlun(
         config.model,
         data.schema,

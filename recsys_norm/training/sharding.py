@@ -46,11 +46,6 @@ def shard(
     from torchrec.optim import RowWiseAdagrad
 
     initializers = dict(_initializers(sparse))
-    if optimizer.weight_decay:  # it would be taken, and nothing would happen
-        raise ConfigError(
-            f"optimizer.sparse.weight_decay: {optimizer.weight_decay} has no effect in fbgemm's fused row-wise "
-            "Adagrad; leave it at 0"
-        )
     settings = {"lr": optimizer.lr, "eps": optimizer.eps}
     apply_optimizer_in_backward(RowWiseAdagrad, sparse.parameters(), settings)
     sharders = _sharders(runtime.device)

@@ -131,6 +131,12 @@ def test_fallbacks_are_said_plainly():
     assert compare_plot.headline(slower) == "Fastest: unfused, 2,560 examples/s"
 
 
+def test_scattered_step_times_are_pointed_out():
+    scattered = run("fused", step_ms={"p20": 80.0, "p50": 90.0, "p80": 121.0})
+    (note,) = only_group(run(), scattered, CONTROL)[0]["notes"]
+    assert note.startswith("step times of fused scatter") and "compare.rounds=3" in note
+
+
 def test_runs_with_other_settings_are_another_group():
     configs = [{"model.dim": dim, "logger.every_steps": dim, "backend.name": name} for dim in (8, 9) for name in "ab"]
     runs = [run(config["backend.name"], config=config) for config in configs]

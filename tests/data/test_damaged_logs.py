@@ -3,6 +3,8 @@
 import gzip
 import json
 import logging
+import threading
+import time
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -11,6 +13,7 @@ import pytest
 from recsys_norm.data import config as c
 from recsys_norm.data.errors import DataError
 from recsys_norm.data.logs import Logs
+from recsys_norm.data.store import obtain
 
 
 @pytest.fixture
@@ -210,6 +213,63 @@ def test_a_line_longer_than_the_buffer(make, tmp_path):
     file.write_text("\n".join(lines))
     with pytest.raises(DataError, match="log_standard_pure.csv: a line is longer than the buffer of 2000 bytes; raise"):
         make(**options)
+
+
+def test_text_in_parquet_that_is_not_utf8(make, tmp_path):
+    """Arrow does not check strings that it reads."""
+    wrong = pa.array([b"ok", b"a\xff"] * 2 + [b"ok", None] * 48, pa.binary())
+    text, at = wrong.view(pa.string()), pa.array(range(101), pa.int32())
+    table = {
+        "y": [0.0, 1.0] * 50,
+        "t": [float("nan"), 1.0] * 50,
+        "text": text,
+        "many": pa.ListArray.from_arrays(at, text),
+    }
+    pq.write_table(pa.table(table), tmp_path / "log.parquet")
+    for sparse in (["text"], ["many"], ["t"]):
+        module = make(format="parquet", split="order", columns=c.ColumnsConfig(label="y", sparse=sparse))
+        listed = [json.loads(line) for line in (module.store.folder / "damaged.jsonl").read_text().splitlines()]
+        assert [row["row"] for row in listed] == ([] if sparse == ["t"] else [1, 3])
+        assert all(row["reason"] == rf"{sparse[0]} is b'a\xff', which is not UTF-8" for row in listed)
+        assert module.schema.rows(sparse[0]) == 2  # a value, and what is missing (null, empty, NaN)
+
+
+def test_a_full_disk_while_data_is_prepared(make, tmp_path, monkeypatch):
+    from recsys_norm.data import store
+
+    _, options = kuairand(tmp_path, damage=False)
+    original, calls = store.Writer.append, []
+
+    def full(self, name, values):
+        calls.append(self.folder.parent)
+        if len(calls) > 20:
+            raise OSError(28, "No space left on device")
+        original(self, name, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store.Writer, "append", full)
+        with pytest.raises(DataError, match="No space left on device; set data.cache to a folder with room"):
+            make(**options)
+    assert not [path for path in calls[0].iterdir() if path.is_dir()]
+    assert make(**options).describe()["train_rows"] == 80
+
+
+def test_processes_that_need_the_same_data_prepare_it_once(tmp_path):
+    folder, made = tmp_path / "store", []
+    (tmp_path / "store.unfinished").mkdir()  # of a process that was killed
+    (tmp_path / "store.unfinished" / "0000.bin").write_bytes(b"half")
+
+    def prepare(place):
+        made.append(sorted(place.iterdir()))
+        time.sleep(0.2)
+        (place / "store.json").write_text('{"columns": {}}')
+
+    threads = [threading.Thread(target=obtain, args=(folder, prepare)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made == [[]] and obtain(folder, prepare).facts == {"columns": {}}
 
 
 def test_all_rows_damaged(make, tmp_path):

@@ -1,19 +1,25 @@
-"""Which rows a rank gets, and exact resume, for both data sets."""
+"""Which rows a rank gets, and exact resume, for every kind of data set."""
 
 import pytest
 import torch
 
 from recsys_norm.data.loader import Loader
+from recsys_norm.data.logs import Logs
 from recsys_norm.data.movielens import MovieLens
 
 
-@pytest.fixture(params=["synthetic", "movielens"])
-def data(request, synthetic, movielens_folder):
-    """Factory: a data set with 700 / 320 training rows."""
+@pytest.fixture(params=["synthetic", "movielens", "logs"])
+def data(request, synthetic, movielens_folder, tmp_path):
+    """Factory: a data set with 700 / about 320 training rows."""
 
     def make(**options):
         if request.param == "synthetic":
             return synthetic(**options)
+        if request.param == "logs":
+            files = dict(format="recbole", path=str(movielens_folder), cache=str(tmp_path / "cache"))
+            return Logs(
+                **{"batch_size": 64, "max_len": 16, "label_threshold": 4.0, "shuffle_rows": 96, **files, **options}
+            )
         return MovieLens(**{"batch_size": 64, "path": str(movielens_folder), "max_len": 16, **options})
 
     return make

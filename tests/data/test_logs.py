@@ -219,6 +219,31 @@ def test_the_last_row_of_each_user_is_for_the_test(make, tmp_path):
         assert len(expected["test"]) == 12
 
 
+def test_a_column_may_be_pooled_and_in_a_sequence(make, tmp_path):
+    """With a table for each use; names of tables have no dots."""
+    rows = [{**row, "a.b": row["stock"], "a_b": row["country"]} for row in parquet_rows()]
+    write_parquet(tmp_path, rows)
+    columns = c.ColumnsConfig(**{**COLUMNS, "sparse": ["item", "a.b", "a_b", "did"]})
+    module = make(format="parquet", columns=columns)
+    tables = {feature.name: feature.table for feature in module.schema.sparse}
+    assert tables == {"item": "item_pooled", "a.b": "a_b", "a_b": "a_b_pooled", "did": "did"}
+    parts = splits_by_time([row["time"] for row in rows])
+    item = seen([rows[i]["item"] for i in parts["train"]])
+    for split in SPLITS:
+        for got, i in zip(rows_of(module, split), parts[split], strict=True):
+            row = rows[i]
+            assert (got["item"], got["a_b"], got["did"]) == ([item(row["item"])], [row["country"]], row["did"])
+            assert got["a.b"] == [row["stock"]]
+
+
+def test_a_column_of_lists_in_one_file_only(make, tmp_path):
+    rows = parquet_rows()
+    write_parquet(tmp_path, rows)
+    write_parquet(tmp_path, [{**row, "country": [row["country"]]} for row in rows], files=1)
+    with pytest.raises(DataError, match="'country' holds lists in one file and single values in another"):
+        make(format="parquet", columns=c.ColumnsConfig(**COLUMNS))
+
+
 def test_given_files_are_the_splits(make, tmp_path):
     rows = parquet_rows()
     write_parquet(tmp_path, rows, files=3)

@@ -105,30 +105,31 @@ def test_online_statistics(make, strict):
     np.testing.assert_allclose(columns.dense, statistics_by_loop(columns, strict), atol=1e-6)
 
 
-def collaborative_by_loop(columns, content, strict):
+def collaborative_by_loop(columns, value, content, strict):
     """The features of `collaborative_statistics`, each row from a ridge regression of its own on its user's past."""
-    n, result = len(columns.user), []
+    n = len(columns.user)
     user, item = (np.unique(ids, return_inverse=True)[1] for ids in (columns.user, columns.raw_item))
-    model, edges = collaborative.FactorModel(user.max() + 1, content), set(np.linspace(0, n, 21).astype(int).tolist())
+    edges = np.linspace(0, n, 21).astype(int)[1:-1].tolist()
     if strict:
-        edges = {next(j for j in range(n) if columns.time[j] == columns.time[edge]) for edge in edges if edge < n}
-    miss = np.zeros(n)
+        edges = [next(j for j in range(n) if columns.time[j] == columns.time[edge]) for edge in edges]
+    model, miss, result = collaborative.FactorModel(user.max() + 1, content), np.zeros(n), np.zeros((n, 4))
     for i in range(n):
         if i in edges:
-            model.fit(user[:i], item[:i], columns.rating[:i])
+            model.fit(user[:i], item[:i], value[:i])
             features = model.x.copy()
             features[~np.isin(np.arange(len(features)), item[:i]), : collaborative.FACTORS] = 0
         known = [j for j in range(i) if user[j] == user[i] and (not strict or columns.time[j] < columns.time[i])]
+        for j in known:
+            result[i, 3] += collaborative.RECENT * (miss[j] - result[i, 3])
+        if i < edges[0]:
+            continue
         x = features[item[known]]
-        left = columns.rating[known] - model.mean - model.item_bias[item[known]]
+        left = value[known] - model.mean - model.item_bias[item[known]]
         w = np.linalg.solve(x.T @ x + model.ridge, x.T @ left)
         score = model.item_bias[item[i]] + features[item[i]] @ w
-        miss[i] = columns.rating[i] - model.mean - score
-        average = 0.0
-        for j in known:
-            average += collaborative.RECENT * (miss[j] - average)
-        result.append([score, score - model.item_bias[item[i]] - w[-1], w[-1], average])
-    return np.array(result)
+        result[i, :3] = score, score - model.item_bias[item[i]] - w[-1], w[-1]
+        miss[i] = value[i] - model.mean - score
+    return result
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -143,9 +144,9 @@ def test_collaborative_statistics(make, movielens_folder, strict, monkeypatch):
     np.testing.assert_array_equal(columns.dense[:, : online.shape[1]], online)
     items = np.unique(columns.raw_item).tolist()
     content = np.array([[i % 2 == 0, i % 2, (i % 9) / 20] for i in items])
-    expected = collaborative_by_loop(columns, content, strict)
-    np.testing.assert_allclose(columns.dense[:, online.shape[1] :], expected, atol=1e-5)
-    assert (np.abs(expected).max(0) > 0.5).all()
+    stars, likes = (collaborative_by_loop(columns, v, content, strict) for v in (columns.rating, 2.5 * columns.label))
+    np.testing.assert_allclose(columns.dense[:, online.shape[1] :], np.hstack([stars, likes]), atol=1e-5)
+    assert (np.abs(stars).max(0) > 0.5).all() and (np.abs(likes).max(0) > 0.5).all()
 
 
 def test_content_of_items():

@@ -50,12 +50,10 @@ def test_a8_heads_and_widths(H, d, longest):
     run(lengths(6, 300), lengths(6, longest, 1), H=H, d=d, dtype=BF16, pre="layer", post="rms", residual=True)
 
 
-@pytest.mark.parametrize("pre,post", itertools.product([None, "rms", "layer"], repeat=2))
+@pytest.mark.parametrize("pre,post", list(itertools.product([None, "rms", "layer"], repeat=2)))
 @pytest.mark.parametrize("scope", ["all_heads", "head"])
 def test_norms_and_residuals(pre, post, scope):
-    if pre is None and post is None:
-        pytest.skip("nothing to fuse")
-    for dtype, inner, affine in ((BF16, True, True), (FP32, False, True), (FP16, True, False)):
+    for dtype, inner, affine in ((BF16, True, True), (FP32, pre is None, True), (FP16, True, False)):
         run(lengths(5, 150), lengths(5, 90, 1), dict(inner_residual=inner), pre=pre, post=post, scope=scope, H=2, d=64,
             dtype=dtype, affine=affine, residual=not inner, param_dtype=FP32)  # fmt: skip
 
@@ -65,6 +63,15 @@ def test_norms_and_residuals(pre, post, scope):
 def test_causal_and_window(longest, causal, window):
     more = dict(causal=causal, window=window)
     run(lengths(6, longest), lengths(6, longest), more, H=2, d=64, dtype=BF16, pre="layer", post="rms")
+
+
+@pytest.mark.parametrize("longest", [100, 300])
+@pytest.mark.parametrize("window", [None, 20])
+def test_softmax(longest, window):
+    more = dict(softmax=True, causal=window is not None, window=window, scale=None)
+    for scope, on in (("head", "qk"), ("all_heads", "q")):
+        run(lengths(6, longest), lengths(6, longest), more, H=2, d=64, dtype=BF16, pre="rms", post="rms", on=on,
+            scope=scope, residual=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("on", ["k", "qk"])

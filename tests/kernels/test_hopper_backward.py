@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from recsys_norm.kernels.hopper import backward, launch, wgrad
+from recsys_norm.kernels.hopper import backward, dgrad, launch, wgrad
 from recsys_norm.kernels.hopper.dgrad import tma_ready
 
 
@@ -40,8 +40,27 @@ def test_tma_gets_a_copy_of_what_it_cannot_read():
         assert ready.stride(0) % 8 == 0 and ready.stride(0) >= ready.shape[1]
 
 
+@pytest.mark.parametrize("variants", [(), ("RESIDENT", "MULTICAST_ROWS", "MULTICAST_WEIGHT")])
+def test_every_form_has_a_kernel(variants, monkeypatch):
+    for name in variants:
+        monkeypatch.setattr(dgrad, name, True)
+    kernels = launch.manifest()["90"]["kernels"]
+    for K in (8, 128, 136, 256, 264, 384, 392, 512, 520, 8192):
+        for N in (8, 256, 264, 2048):
+            for whole in (True, False) if K <= 512 else (False,):
+                form = dgrad.form_of(K, N, whole)
+                cluster = 2 if form in ("384", "512", "384a", "512a", "any2") else 1
+                for norm in ("rms", "layer"):
+                    for dtype in ("bf16", "fp16"):
+                        assert kernels[f"dx_{norm}_{dtype}_{form}"]["cluster"] == cluster
+    with pytest.raises(ValueError, match="rows of 520 exceed the 512"):
+        dgrad.form_of(520, 8, True)
+
+
 def test_no_kernel_spills():
     kernels = launch.manifest()["90"]["kernels"]
-    mine = {n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_kernels")}
+    mine = {
+        n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_kernels", "wgrad_split_kernels")
+    }
     assert len(mine) > 20
     assert {n: k["spills"] for n, k in mine.items() if k["spills"]} == {}

@@ -80,7 +80,9 @@ def test_norm_attention(scope):
     q, k, v = torch.randn(9, H, d), torch.randn(6, H, d), torch.randn(6, H, d)
     qo, ko = torch.tensor([0, 4, 4, 9]), torch.tensor([0, 3, 5, 6])
     lengths = dict(max_q_len=5, max_k_len=3)
-    expected = ops.norm_attention(q, k, v, qo, ko, **lengths, backend="unfused", residual=q, **options, **a.state_dict())
+    expected = ops.norm_attention(
+        q, k, v, qo, ko, **lengths, backend="unfused", residual=q, **options, **a.state_dict()
+    )
     torch.testing.assert_close(a(q, k, v, qo, ko, **lengths, residual=q), expected)
     torch.testing.assert_close(b(q, k, v, qo, ko, **lengths, residual=q), expected)
 
@@ -90,3 +92,42 @@ def test_bad_policy_is_refused_when_built():
         nn.NormLinear(8, 8, norm="rms", backend="quick")
     with pytest.raises(ValueError, match="norm='batch'"):
         nn.NormLinear(8, 8, norm="batch")
+
+
+@pytest.mark.parametrize(
+    "norm", [torch.nn.RMSNorm(20), torch.nn.LayerNorm(20, eps=1e-3), torch.nn.LayerNorm(20, bias=False)]
+)
+def test_from_modules_share_parameters(norm):
+    before, after = torch.nn.Linear(20, 12, bias=False), torch.nn.Linear(16, 20)
+    act = torch.nn.GELU(approximate="tanh")
+    x, y = torch.randn(3, 20), torch.randn(3, 16)
+    chains = {
+        nn.NormLinear.from_modules(norm, before, **FALLBACK): (x, (norm, before)),
+        nn.LinearNorm.from_modules(after, norm, **FALLBACK): (y, (after, norm)),
+        nn.LinearNormLinear.from_modules(after, norm, before, act, **FALLBACK): (y, (after, norm, act, before)),
+        nn.LinearNormLinear.from_modules(after, norm, before, "relu", **FALLBACK).eval(): (
+            y, (after, norm, torch.nn.ReLU(), before),
+        ),
+    }  # fmt: skip
+    for fused, (value, modules) in chains.items():
+        torch.testing.assert_close(fused(value), torch.nn.Sequential(*modules)(value))
+        shared = {id(p) for module in modules for p in module.parameters()}
+        assert {id(p) for p in fused.parameters()} == shared
+        assert fused.eps == norm.eps
+    norm.eval()
+    assert not nn.NormLinear.from_modules(norm, before, **FALLBACK).training
+    norm.train()
+
+
+def test_from_modules_names_what_does_not_fit():
+    linear, norm = torch.nn.Linear(8, 16), torch.nn.LayerNorm(8)
+    with pytest.raises(
+        TypeError, match="norm, linear in this order; got Linear in place of nn.LayerNorm or nn.RMSNorm"
+    ):
+        nn.NormLinear.from_modules(linear, norm)
+    with pytest.raises(ValueError, match="Linear gives 16 features and LayerNorm takes 8"):
+        nn.LinearNorm.from_modules(linear, norm)
+    with pytest.raises(ValueError, match=r"LayerNorm over \(4, 8\) has more than one dimension"):
+        nn.NormLinear.from_modules(torch.nn.LayerNorm((4, 8)), linear)
+    with pytest.raises(TypeError, match="no op has the activation Tanh"):
+        nn.LinearNormLinear.from_modules(linear, torch.nn.RMSNorm(16), torch.nn.Linear(16, 2), torch.nn.Tanh())

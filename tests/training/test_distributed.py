@@ -1,77 +1,24 @@
 """Two gloo ranks against one: the same losses, checkpoints that move between them, and errors that name their rank.
 
-All checks share two worker processes (see ranks.py); each job is a whole run of the training program.
+All checks share two worker processes; each job is a whole run of the training program.
 """
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
+from rank_pool import Ranks
 
 from recsys_norm.training.main import main
 
-WORKER = Path(__file__).with_name("ranks.py")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-
 # 16 rows a step over all ranks, but 1 row in the last of an epoch's 9: rank 0 has none then.
 SAME = ["data.train_rows=129", "data.test_rows=33", "data.validation_rows=17", "trainer.max_epochs=20"]
-SAME += ["trainer.eval_every_epochs=null", "trainer.eval_every_steps=10", "logger.every_steps=1"]
+SAME += ["trainer.eval_every_epochs=null", "trainer.eval_every_steps=10", "logger.every_steps=5"]
 SHORT = [*SAME, "trainer.max_steps=12", "trainer.test=false"]
 
 # fp32, so two runs differ in the order of summation alone; the losses are around 0.7.
 TOLERANCE = 1e-5
-
-
-class Ranks:
-    """Two processes that run the same jobs."""
-
-    def __init__(self, folder):
-        self.folder, self.jobs = folder, 0
-        with open(folder / "log", "w") as log:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-            command = [*TORCHRUN, "--max-restarts", "2", str(WORKER), str(folder)]
-            self.process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-
-    def start(self, call, *arguments, restart=False):
-        job = {"call": call, "arguments": arguments, "restart": restart}
-        (self.folder / "job").write_text(json.dumps(job))
-        os.replace(self.folder / "job", self.folder / f"{self.jobs}.job")
-        self.jobs += 1
-
-    def answers(self):
-        """Both ranks' {"code", "out", "err"} about the last job."""
-        paths = [self.folder / f"{self.jobs - 1}.{rank}.json" for rank in range(2)]
-        self.wait(lambda: all(path.exists() for path in paths))
-        return [json.loads(path.read_text()) for path in paths]
-
-    def wait(self, done):
-        deadline = time.monotonic() + 120
-        while not done():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said("log")[-3000:]
-            time.sleep(0.01)
-
-    def __call__(self, call, *arguments):
-        self.start(call, *arguments)
-        return self.answers()
-
-    def said(self, name):
-        return (self.folder / name).read_text()
-
-    def errors(self):
-        """What each rank said about the last job before it was restarted."""
-        return [self.said(sorted(self.folder.glob(f"{self.jobs - 1}.{rank}.*.err"))[0].name) for rank in range(2)]
-
-    def close(self):
-        (self.folder / "end").touch()
-        try:
-            self.process.wait(timeout=20)
-        finally:
-            self.process.kill()
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +113,7 @@ def test_a_checkpoint_moves_between_ranks_shardings_and_backends(alone, train, t
     part = [*SAME, "trainer.test=false"]
     _, first = train(*part, "trainer.max_steps=10", "backend=unfused", name="first")
     sharding = ["distributed.sharding=[row_wise]", *tables(sparse_0="data_parallel", item="table_wise")]
+    sharding.append("distributed.dense=fsdp2")
     second = two(*part, "trainer.max_steps=20", "backend=fused", f"trainer.resume={first}", *sharding, name="second")
     back = [f"trainer.resume={second}", "distributed=single", "distributed.sharding=[]"]
     _, third = train(*part, "trainer.max_steps=30", "backend=unfused", *back, name="third")
@@ -206,25 +154,17 @@ def test_tables_that_a_cpu_cannot_replicate_are_named(ranks, settings, tmp_path)
         assert answer["code"] == 1 and "table 'item'" in answer["err"] and "tables.item=[table_wise]" in answer["err"]
 
 
-RESUMED = [*SAME, "trainer.max_steps=30", "trainer.test=false", "trainer.checkpoint_every_steps=5"]
-
-
-def test_a_hanging_rank_ends_the_run_which_resumes(alone, ranks, settings, tmp_path, losses):
+def test_a_hanging_and_a_killed_rank_end_the_run_which_resumes(alone, ranks, settings, tmp_path, losses):
+    """torchrun restarts it twice; in the end it has the losses of a run that nothing stopped."""
     run_dir = tmp_path / "run"
-    ranks.start("hangs", 1, 12, *settings(run_dir), *RESUMED, "distributed.timeout_s=6", restart=True)
-    assert [answer["code"] for answer in ranks.answers()] == [0, 0]
-    assert losses(run_dir) == pytest.approx(losses(alone)[:30], abs=TOLERANCE)
-    errors = ranks.errors()
-    assert errors[1].startswith("error on rank 1: no progress for 6 s at step 12, in training/ranks.py")
-    assert "rank 1 failed: no progress for 6 s at step 12" in errors[0] and errors[0].count("\n") == 1
-
-
-def test_a_killed_rank_ends_the_run_which_resumes(alone, ranks, settings, tmp_path, losses):
-    run_dir = tmp_path / "run"
-    ranks.start("main", *settings(run_dir), *RESUMED, restart=True)
-    ranks.wait((run_dir / "checkpoints" / "step-00000010").exists)
+    resumed = [*SAME, "trainer.max_steps=30", "trainer.test=false", "trainer.checkpoint_every_steps=5"]
+    ranks.start("hangs", 1, 12, *settings(run_dir), *resumed, "distributed.timeout_s=5", restart=True)
+    ranks.wait((run_dir / "checkpoints" / "step-00000015").exists)
     os.kill(int(ranks.said("1.pid")), signal.SIGKILL)
     answers = ranks.answers()
-    assert [answer["code"] for answer in answers] == [0, 0] and "resuming from step" in answers[0]["out"]
+    assert [answer["code"] for answer in answers] == [0, 0] and "resuming from step " in answers[0]["out"]
     assert losses(run_dir) == pytest.approx(losses(alone)[:30], abs=TOLERANCE)
-    assert ranks.errors()[0].startswith("error: rank 1 died")
+    hung, killed = ranks.errors(restart=0), ranks.errors(restart=1)
+    assert hung[1].startswith("error on rank 1: no progress for 5 s at step 12, in tests/rank_worker.py")
+    assert "rank 1 failed: no progress for 5 s at step 12" in hung[0] and hung[0].count("\n") == 1
+    assert killed[0].startswith("error: rank 1 died") and killed[0].count("\n") == 1

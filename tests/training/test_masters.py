@@ -10,7 +10,7 @@ from recsys_norm.training.masters import MasterWeights
 from recsys_norm.training.optim import Optimizers
 
 
-class Tables:
+class Tables(nn.Module):
     """Stands for sharded tables without any."""
 
     class fused_optimizer:

@@ -5,13 +5,17 @@ import math
 import os
 import re
 import signal
+import time
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch import nn
 
 from recsys_norm.training.averaging import WeightAverage
+from recsys_norm.training.health import Health
 from recsys_norm.training.main import main
 from recsys_norm.training.prefetch import worker_failure
 
@@ -88,6 +92,42 @@ def write_kuairand(folder, n=600, clicks=0.2):
         lines.append(f"{rng.integers(0, 12)},{video},{1000 * i},{y[0]},{y[1]},{y[2]},{rng.integers(1000, 9000)},1")
     (folder / "log_standard_pure.csv").write_text("\n".join(lines) + "\n")
     return folder
+
+
+def run_files(tiny, tmp_path, data, *overrides):
+    sizes = [o for o in tiny if not o.startswith("data")]
+    main(["train.py", *sizes, f"data={data}", f"data.cache={tmp_path / 'cache'}", "hydra.run.dir=run", *overrides])
+    return json.loads((tmp_path / "run" / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("data", ["criteo", "parquet", "recbole"])
+def test_a_run_on_each_format(tiny, tmp_path, monkeypatch, data):
+    monkeypatch.chdir(tmp_path)
+    overrides = ["data.path=log", "trainer.max_steps=2"]
+    (tmp_path / "log").mkdir()
+    if data == "criteo":
+        lines = [f"{i % 2}" + f"\t{i}" * 13 + f"\t{i % 5:08x}" * 26 for i in range(200)]
+        (tmp_path / "log" / "train.txt").write_text("\n".join(lines))
+    elif data == "recbole":
+        lines = [f"{i % 7}\t{i % 11}\t{1 + i % 5}\t{i}" for i in range(200)]
+        head = "user_id:token\titem_id:token\trating:float\ttimestamp:float"
+        (tmp_path / "log" / "x.inter").write_text("\n".join([head, *lines]))
+    else:
+        rows = [
+            dict(y=i % 2, user=i % 7, t=i, item=i % 11, price=0.5 * i, tags=["a", "b"][: i % 3], w=1.0 + i % 2)
+            | {"seen": [1, 2, 3][: i % 4], "how": [0, 1, 0][: i % 4], "when": [-3, -2, -1][: i % 4]}
+            for i in range(200)
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), tmp_path / "log" / "x.parquet")
+        overrides += [f"data.columns.{k}" for k in ("label=y", "user_id=user", "timestamp=t", "item=item", "weight=w")]
+        overrides += ["data.columns.dense=[price]", "data.columns.sparse=[tags,user]", "+data.tables={user: {rows: 4}}"]
+        overrides += ["+data.columns.sequences={long: {item: seen, action: how, time: when, max_len: 2}}"]
+    result = run_files(tiny, tmp_path, data, *overrides)
+    assert result["data"] == data and result["steps"] == 2 and math.isfinite(result["loss"])
+    assert (result["gauc"] is None) == (data == "criteo")
+    assert (tmp_path / "run" / "data" / "vocabulary" / "dense.json").exists()
+    if data == "parquet":
+        assert pq.read_table("run/data/vocabulary/user.parquet").num_rows == 3  # and the row for all others
 
 
 @pytest.fixture
@@ -254,3 +294,20 @@ def test_other_errors_are_not_taken_for_a_workers():
         RuntimeError("DataLoader worker (pid(s) 12, 13) exited unexpectedly with exit code 3. Details")
     )
     assert ended == "a data worker exited unexpectedly with exit code 3"
+
+
+def test_reading_data_has_no_limit_of_time():
+    """A process that reads a log for the first time, or waits for the one that does, is not taken for a hanging one."""
+    ended = []
+
+    class Watched(Health):
+        def _give_up(self, own, waits):
+            ended.append(own)
+            self._end.set()
+
+    with Watched(torch.distributed.HashStore(), 0, 2, timeout_s=0.5) as health:
+        with health.unlimited("reading the data"):
+            time.sleep(1.6)
+            assert not ended
+        time.sleep(1.6)
+    assert len(ended) == 1 and "no progress for" in ended[0]
