@@ -22,6 +22,9 @@ def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     region returns is valid until the next step (`begin_step`); so are the gradients of its parameters.
     """
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
+    # Blocks of two event types share their code and differ in width: dynamo would take the width for one that changes
+    # from call to call, and inductor's kernels for unknown widths take twice the time.
+    torch._dynamo.config.automatic_dynamic_shapes = False
     for region, fixed in dense.regions():
         region.compile(fullgraph=True, options={"triton.cudagraphs": True} if fixed and replay else None)
 

@@ -11,6 +11,7 @@ from model_cases import make_batch, make_config, make_schema
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from recsys_norm.models.kunlun import Kunlun
+from recsys_norm.training.compiling import compile_regions
 
 
 @pytest.mark.parametrize("backend, compiler", [("unfused", "aot_eager"), ("fused", "eager")])
@@ -34,4 +35,31 @@ def test_twenty_batches_of_different_lengths_compile_at_most_twice(backend, comp
                 for p, q in zip(model.parameters(), plain.parameters()):
                     torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
     assert 1 <= counter.frame_count <= 2
+    torch._dynamo.reset()
+
+
+def test_regions_know_the_width_of_every_event_type(monkeypatch):
+    """Only T is unknown to a region's graph, though blocks of both event types run the same code at other widths."""
+    schema = make_schema(events=("long", "short"), sparse=1)
+    model = Kunlun(make_config(), schema, backend="unfused")
+    counter = CompileCounterWithBackend("eager")
+
+    def compile_here(module, **_):
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=counter, fullgraph=True)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_here)
+    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
+    torch._dynamo.reset()
+    compile_regions(model.dense, replay=False)
+    random.seed(0)
+    for i in range(6):
+        lengths = {"long": random.choices(range(1, 7), k=5), "short": random.choices(range(1, 5), k=5)}
+        model(make_batch(schema, lengths, seed=i))
+        if i == 1:
+            compiled = counter.frame_count
+    assert counter.frame_count == compiled  # nothing is compiled again for other lengths
+    for graph in counter.graphs:
+        shapes = [n.meta["example_value"].shape for n in graph.graph.nodes if n.op == "placeholder" and
+                  isinstance(n.meta.get("example_value"), torch.Tensor)]  # fmt: skip
+        assert all(isinstance(size, int) for shape in shapes for size in shape[1:]), shapes
     torch._dynamo.reset()
