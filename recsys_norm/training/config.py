@@ -28,13 +28,14 @@ def _at_least(key: str, value: float | None, least: float) -> None:
 class BackendConfig:
     """Which implementation the norm ops use.
 
-    compile: put torch.compile around the dense part of the model (embedding lookups stay outside).
+    compile: put torch.compile around the dense part of the model (embedding lookups stay outside); null does so on a GPU
+        and not on a CPU.
     compile_eval: also in evaluation, whose graphs are others; without, it runs eagerly.
     cuda_graphs: of what is compiled, record the parts of fixed shapes as CUDA graphs (not with gradient accumulation).
     """
 
     name: str = MISSING
-    compile: bool = False
+    compile: bool | None = False
     compile_eval: bool = True
     cuda_graphs: bool = True
 
