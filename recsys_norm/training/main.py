@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.environ[_FULL_ERROR] = "1"  # makes Hydra raise instead of printing several lines
     try:
         register()
-        sys.argv = _with_rank_settings(_with_comparison(_with_resumed_overrides(argv)), world.rank)
+        sys.argv = _with_rank_settings(_completed(argv), world.rank)
         hydra.main(version_base="1.3", config_path="pkg://recsys_norm.configs", config_name="config")(_job)()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if show_traceback:
@@ -195,6 +195,19 @@ def _with_comparison(argv: list[str]) -> list[str]:
     paths = r"(backend|attention|backend\.compile)=.*(,|\()"
     first = next((index for index, arg in enumerate(argv) if re.match(paths, arg)), None)
     return argv if first is None else [*argv[:first], "experiment=comparison", *argv[first:]]
+
+
+def _completed(argv: list[str]) -> list[str]:
+    """The command line with what follows from it."""
+    return _with_model_of_data(_with_comparison(_with_resumed_overrides(argv)))
+
+
+def _with_model_of_data(argv: list[str]) -> list[str]:
+    """`data=movielens` without a model takes the one whose size suits 100,000 rows, as `experiment=movielens` does."""
+    if "data=movielens" not in argv or {"model", "experiment", "debug"} & {_key(arg) for arg in argv[1:]}:
+        return argv
+    index = argv.index("data=movielens")
+    return [*argv[:index], "model=kunlun_mini", *argv[index:]]
 
 
 def _key(override: str) -> str:

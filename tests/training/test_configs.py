@@ -107,3 +107,12 @@ def test_configs_from_outside(tmp_path, capsys):
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ntrainer:\n  max_steps: 12345\n")
     main.main(["train.py", "--config-dir", str(tmp_path), "experiment=mine", "--cfg", "job"])
     assert "max_steps: 12345" in capsys.readouterr().out
+
+
+def test_movielens_by_data_or_by_experiment_is_one_setting(composed):
+    _, *overrides = main._completed(["train.py", "data=movielens"])
+    assert composed(*overrides) == composed("experiment=movielens")
+    assert main._completed(["train.py", "data=movielens", "model=kunlun_tiny"])[1:] == [
+        "data=movielens",
+        "model=kunlun_tiny",
+    ]
