@@ -6,7 +6,9 @@ CENTRE, for layer norm: every row of `folded` sums to zero. LN needs (x - mean) 
 out of x W'^T by itself, so that the GEMM's epilogue has no term in the mean. Subtracting the row's mean and rounding is
 not enough: the roundings of 512 values sum to about 6 units in the last place, which a mean of a few deviations
 multiplies into a visible error. So the shift is corrected until the ROUNDED values sum to zero, and what is left goes
-to the smallest value of the row, whose own rounding is some 500 times finer.
+to the smallest value of the row, whose own rounding is some 500 times finer. Weights that are 16-bit numbers already
+would all round the same way after the shift, and the sum would jump past zero: a dither of half a unit in the last
+place, a fixed pattern over the columns, makes it follow the shift.
 """
 
 import triton
@@ -17,14 +19,24 @@ from .variants import Variant
 
 
 @triton.jit
+def dithered(value, dither, dtype: tl.constexpr):
+    """`value` rounded to `dtype` after adding `dither` units in its last place."""
+    power = (value.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    unit: tl.constexpr = 2.0**-7 if dtype == tl.bfloat16 else 2.0**-10
+    return (value + dither * power * unit).to(dtype)
+
+
+@triton.jit
 def centred(folded, keep, cols, K, dtype: tl.constexpr):
     """Rows minus their mean, in `dtype`, such that the rounded values sum to zero."""
+    golden = cols.to(tl.float32) * 0.6180339887
+    dither = (golden - tl.floor(golden) - 0.5)[None, :]
     shift = -tl.sum(folded, 1) / K
-    result = (folded + shift[:, None]).to(dtype)
+    result = dithered(folded + shift[:, None], dither, dtype)
     for _ in tl.static_range(2):
         left = tl.sum(tl.where(keep, result.to(tl.float32), 0.0), 1)
         shift -= left / K
-        result = (folded + shift[:, None]).to(dtype)
+        result = dithered(folded + shift[:, None], dither, dtype)
     value = tl.where(keep, result.to(tl.float32), 0.0)
     left = tl.sum(value, 1)
     size = tl.where(keep, tl.abs(value), float("inf"))

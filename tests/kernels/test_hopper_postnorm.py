@@ -53,7 +53,7 @@ def test_cluster_says_what_it_cannot_do(fields, reason, driver):
     [
         ({"K": 17}, None),  # the first GEMM is cuBLAS
         ({"activation": "identity"}, None),
-        ({"norm": "layer"}, "layer norm misses"),
+        ({"norm": "layer"}, "layer norm has not passed"),
         ({"op": "linear_norm"}, "serves linear_norm_linear"),
         ({"activation": "silu"}, "'silu' does not commute"),
         ({"N": 20}, "in-features is 20, not a multiple of 8"),
