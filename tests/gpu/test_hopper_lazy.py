@@ -209,8 +209,8 @@ def test_fold(K, dtype, param_dtype):
     assert torch.equal(folded, (weight.float() * gamma.float()).to(dtype))
     assert relative_error(offset[:100], bias.double() + weight.double() @ beta.double(), rows=False) < 1e-5
     unit = torch.finfo(dtype).eps
-    for scale, product in ((gamma, product), (None, weight.double())):
+    for scale, wanted in ((gamma, product), (None, weight.double())):
         centred, _ = hopper.fold(weight, bias, scale, beta, dtype, centre=True)
-        exact = product - product.mean(1, keepdim=True)
+        exact = wanted - wanted.mean(1, keepdim=True)
         assert relative_error(centred, exact, rows=False) < 0.75 * unit
         assert (centred.double().sum(1).abs() <= 0.02 * unit * exact.norm(dim=1)).all()
