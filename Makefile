@@ -28,7 +28,7 @@ train: install
 	$(VENV)/bin/python train.py experiment=quickstart $(ARGS)
 
 test: install data-movielens rebuildable
-	$(VENV)/bin/python -m pytest -q --durations=15 $(ARGS)
+	$(VENV)/bin/python -m pytest -q -n 2 --dist loadfile --durations=15 $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .
