@@ -82,6 +82,7 @@ class Health:
         """
         if self._store is None or isinstance(error, RankError):
             return error
+        self._since = math.inf  # asking takes its time; the watch must not take that for a hang
         message = self._culprit() if _lost_peer(error) else None
         if message is not None:
             return RankError(message)

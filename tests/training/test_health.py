@@ -63,3 +63,17 @@ def test_one_process_watches_nothing():
     with Health(None, 0, 1, timeout_s=0.01) as alone:
         alone.at("step 7")
         assert alone.cause(LOST) is LOST
+
+
+def test_asking_who_is_to_blame_is_no_hang(monkeypatch, pair):
+    """It takes longer than a rank may make no progress."""
+    ended = []
+    monkeypatch.setattr(health.os, "_exit", ended.append)
+    monkeypatch.setattr(health, "_GRACE", 0.0)
+    store = dist.HashStore()
+    asks, other = (Health(store, rank, 2, timeout_s=0.1) for rank in range(2))
+    with asks, other, other.unlimited("reading"):
+        asks.at("step 3")
+        asks.cause(LOST)
+        time.sleep(0.1)
+    assert not ended
