@@ -69,7 +69,8 @@ def _group(figure: Any, group: dict[str, Any], bottom: float, share: float, inch
 
     figure.text(0.03, at(0.42), headline(group), fontsize=14, fontweight="bold", color=INK, va="center")
     settings = "  ".join(f"{key}={value}" for key, value in group["settings"].items())
-    figure.text(0.03, at(0.70), f"{group['title']}   {settings}".strip(), fontsize=9, color=MUTED, va="center")
+    told = _cut(f"{group['title']}   {settings}".strip(), 220)
+    figure.text(0.03, at(0.70), told, fontsize=9, color=MUTED, va="center", parse_math=False)
     drawn = sum(1 for losses in group["curves"].values() if len(losses) > 1)
     low, high = at(inches - _FOOT), at(_HEAD + 0.1)
     bars = figure.add_axes((0.125, low, 0.44 if drawn else 0.80, high - low))
@@ -113,7 +114,8 @@ def _bars(axis: Any, paths: Sequence[dict[str, Any]]) -> None:
             _norms(axis, entry, y, end, longest)
             _result(axis, entry, y, end, longest)
         else:
-            axis.text(0, y, _cut(entry["error"] or "no step was timed", 62), va="center", fontsize=8.5, color=BAD)
+            axis.text(0, y, _cut(entry["error"] or "no step was timed", 62), va="center", fontsize=8.5, color=BAD,
+                      parse_math=False)  # fmt: skip
     inches = axis.get_position().height * axis.figure.get_size_inches()[1]
     spare = inches / _ROW - len(paths)
     axis.set_ylim(-0.55 - spare / 2, len(paths) - 0.55 + spare / 2)

@@ -200,6 +200,12 @@ def test_nothing_to_compare_is_one_line(tmp_path, capsys, name, told):
     assert told in error and error.count("\n") == 1
 
 
+def test_a_setting_may_hold_a_dollar_sign(sweep, tmp_path):
+    comparison = compare.compare(compare_runs.load([sweep]))
+    comparison["groups"][0]["settings"] = {"trainer.max_steps": "${by_device:${trainer.device},60,300}"}
+    assert all(path.stat().st_size > 1000 for path in compare_plot.plot(comparison, tmp_path))
+
+
 def test_the_picture_is_a_light_card_on_nothing(sweep, tmp_path):
     from matplotlib import image
 
