@@ -1,4 +1,4 @@
-"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_kernels.py and wgrad_split_kernels.py."""
+"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_split_kernels.py."""
 
 from __future__ import annotations
 
@@ -17,9 +17,6 @@ TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then wh
 FINISH = {"few": 32, "many": 8}  # rows of dW that a program finishes
 FINISH_COLUMNS = 64
 MANY_SPLITS = 6
-
-# Which of the two: SPLIT scales dy by rstd in two bf16 parts, shares the column sums out and makes delta on the way.
-SPLIT = True
 
 
 class Plan(NamedTuple):
@@ -52,7 +49,7 @@ class RowDots(NamedTuple):
 
 def makes_row_dots(dtype: torch.dtype) -> bool:
     """Whether `gradients` takes `row_dots`."""
-    return SPLIT and dtype == torch.bfloat16
+    return dtype == torch.bfloat16
 
 
 class Gradients(NamedTuple):
@@ -80,18 +77,11 @@ def gradients(
     p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
     norm = "rms" if mean is None else "layer"
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
-    shares = p.splits * (p.col_tiles if SPLIT else 1)
-    sums = torch.empty(shares, 2, N, device=x.device, dtype=torch.float32)
-    form = f"{norm}_{NAMES[x.dtype]}_{p.columns}"
-    if SPLIT:
-        y, offset, delta = row_dots or RowDots(dy, None, None)
-        kernel = launch.get(f"dw_split_{form}{'_delta' if row_dots else ''}")
-        tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta)
-        kernel(p.tiles * p.splits, *tensors, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
-    else:
-        tensors = (dy, x, x, rstd, rstd if mean is None else mean, partial, sums)
-        sizes = (N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
-        launch.get(f"dw_{form}")(p.tiles * p.splits, *tensors, *sizes)
+    sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
+    y, offset, delta = row_dots or RowDots(dy, None, None)
+    kernel = launch.get(f"dw_split_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
+    tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta)
+    kernel(p.tiles * p.splits, *tensors, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
     return _finish(partial, sums, weight, gamma, beta, norm)
 
 
@@ -107,10 +97,8 @@ def _finish(
     dweight = torch.empty_like(weight)
     dbias = torch.empty(N, device=weight.device, dtype=torch.float32)
     norms = torch.empty(row_blocks, 2, K, device=weight.device, dtype=torch.float32)
-    kernel = launch.get(f"dw_{'split_' if SPLIT else ''}finish_{norm}_{NAMES[weight.dtype]}_{form}")
+    kernel = launch.get(f"dw_split_finish_{norm}_{NAMES[weight.dtype]}_{form}")
     grid = (row_blocks, -(-K // FINISH_COLUMNS), 1)
-    kernel(
-        grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, *([len(sums)] if SPLIT else [])
-    )
+    kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums))
     dgamma, dbeta = norms.sum(0)
     return Gradients(dweight, dbias, dgamma, dbeta)

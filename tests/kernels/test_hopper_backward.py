@@ -59,8 +59,6 @@ def test_every_form_has_a_kernel(variants, monkeypatch):
 
 def test_no_kernel_spills():
     kernels = launch.manifest()["90"]["kernels"]
-    mine = {
-        n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_kernels", "wgrad_split_kernels")
-    }
+    mine = {n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_split_kernels")}
     assert len(mine) > 20
     assert {n: k["spills"] for n, k in mine.items() if k["spills"]} == {}
