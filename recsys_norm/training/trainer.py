@@ -489,6 +489,8 @@ class Trainer:
         total = 0
         for value in self.tensors().values():
             total += sum(part.numel() * part.element_size() for part in local(value))
+        if self.optimizers.weights is not None:  # beside their fp32 masters
+            total += sum(weight.nbytes for weight in self.optimizers.weights.weights.values())
         return total
 
     def _profile_before(self) -> None:
