@@ -260,7 +260,8 @@ def test_ops_work_and_the_model_explains(breakage, tmp_path):
     breakage(tmp_path)
     message = succeeds(python("-c", RUN_AN_OP + USE_THE_MODEL, path=[tmp_path]))
     assert BROKEN[breakage] in message
-    assert f"Found torch {torch.__version__}, torchrec {_versions.version_of('torchrec')}, fbgemm-gpu" in message
+    found = {name: _versions.version_of(name) for name in ("torch", "torchrec")}
+    assert f"Found torch {found['torch']}, torchrec {found['torchrec']}, fbgemm-gpu" in message
     assert re.search(r"To mend it, run: pip install .*torchrec~=1\.\d+\.0 fbgemm-gpu\S*~=1\.\d+\.0 .*\n$", message)
 
 
