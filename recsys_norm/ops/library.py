@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.ops.inputs import resolve_eps
-from recsys_norm.ops.problem import Problem
+from recsys_norm.ops.problem import Problem, Technique, Tensors
 
 Gradients = tuple[Any, ...]  # tensors, as many as the op's schema says
 
@@ -40,6 +40,18 @@ def zero_gradients(likes: Gradients, needs: list[bool], x: Tensor) -> Gradients:
     """For calls without rows."""
     zeros = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) if n else absent(x) for t, n in zip(likes, needs))
     return tuple(zeros)
+
+
+def backward_with(
+    technique: Technique, problem: Problem, saved: Tensors, grad: Tensor, add: Tensor | None, needs: tuple[bool, ...]
+) -> Gradients:
+    """The technique's gradients, that of its first tensor with `add` in it."""
+    if add is None or not needs[0]:
+        return technique.backward(problem, saved, (grad,), needs)
+    if getattr(technique, "adds_gradient", False):
+        return technique.backward(problem, saved, (grad, add), needs)
+    first, *rest = technique.backward(problem, saved, (grad,), needs)
+    return (first.add_(add), *rest)
 
 
 def needed(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

@@ -5,8 +5,9 @@ pre_k_bias, post_weight, post_bias, residual_THd) -> (out_THd,), (q_mean, q_rstd
 Statistics are fp32, `[T]` for a norm over all heads and `[T, H]` per head; those of a norm that is not asked for, and the
 means of rms, are None. `o_hat` is the post-norm's standardised output, stored for the backward where `out` is not it
 (see `stores_hat`). Backward saved: the forward's tensors but for the residual, then its saved tensors, `o_hat` always
-given if there is a post-norm; grads `(dout,)`; needs and grads in the order of the forward's tensors, the residual's
-always False and None: its gradient is `dout`, and the op passes it on.
+given if there is a post-norm; grads `(dout,)`, or `(dout, dout)` where q is its own residual (`Technique.adds_gradient`);
+needs and grads in the order of the forward's tensors, the residual's always False and None: its gradient is `dout`, and
+the op passes it on.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
+    backward_with,
     fake_gradients,
     gradients,
     make_problem,
@@ -101,7 +103,8 @@ def norm_attention(
     op = "norm_attention"
     inputs.check_policy(op, backend, technique, on_unsupported)
     inputs.check_choice(op, "attention", attention, ("fused", "eager"))
-    q, k, v, residual = inputs.autocast(q_THd, k_UHd, v_UHd, residual)
+    own_residual = residual is q_THd
+    q, k, v, residual = inputs.autocast(q_THd, k_UHd, v_UHd, None if own_residual else residual)
     pre_q, pre_k = _sides(op, pre_norm, pre_norm_on, pre_norm_weight, pre_norm_bias)
     post = (post_norm_weight, post_norm_bias)
     _check_tensors(op, q, k, v, q_offsets_B1, k_offsets_B1, residual)
@@ -133,12 +136,13 @@ def norm_attention(
             count(op, f"{label}, eager attention" if attention == "eager" else label)
             implementation = "eager" if attention == "eager" else "auto"
             options = dict(spec=spec, eps=eps, packed=packed, implementation=implementation)
-            function = composite.norm_attention
+            function, residual = composite.norm_attention, q if own_residual else residual
             return composite.run(backend, function, *tensors, pre_q, pre_k, post, residual, **options)
         training = inputs.is_training(q, k, v, *pre_q, *pre_k, *post, residual)
         parameters = (*pre_q, *pre_k, *post)
         policy = (backend, technique or "", on_unsupported)
-        return _forward_op(*tensors, *parameters, residual, *_pack(spec), eps, packed, training, *policy)[0]
+        options = (*_pack(spec), eps, packed, training, own_residual, *policy)
+        return _forward_op(*tensors, *parameters, residual, *options)[0]
 
 
 def _sides(op, pre_norm, on, weight, bias):
@@ -268,6 +272,7 @@ def _forward_op(
     eps: float | None,
     packed: bool,
     training: bool,
+    own_residual: bool,
     backend: str,
     technique: str,
     on_unsupported: str,
@@ -275,9 +280,10 @@ def _forward_op(
     parameters = (pre_q_weight, pre_q_bias, pre_k_weight, pre_k_bias, post_weight, post_bias)
     spec: tuple = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
     spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
+    residual = q if own_residual else residual
     tensors = (q, k, v, q_offsets, k_offsets, *parameters, residual)
     if q.numel() == 0:
-        return _fake(*tensors, *spec, eps, packed, training, backend, technique, on_unsupported)
+        return _fake(*tensors, *spec, eps, packed, training, own_residual, backend, technique, on_unsupported)
     problem = _problem(q, k, parameters, residual is not None, _unpack(*spec), eps, training)
     chosen = select(problem, backend, technique or None, on_unsupported)
     (out,), saved = chosen.forward(problem, *tensors)
@@ -291,6 +297,7 @@ def _forward_op(
 def _fake(q, k, v, q_offsets, k_offsets, *rest):
     post, residual = rest[4:6], rest[6]
     spec, training = _unpack(*rest[7:19]), rest[21]
+    residual = q if rest[22] else residual
 
     def statistics(x, norm, on, scope):
         shape = x.shape[:2] if scope == "head" else x.shape[:1]
@@ -348,7 +355,9 @@ def _backward_op(
     post_norm: str | None,
     inner_residual: bool,
     eps: float | None,
+    packed: bool,
     needs: list[bool],
+    own_residual: bool,
     backend: str,
     technique: str,
     on_unsupported: str,
@@ -364,19 +373,22 @@ def _backward_op(
     statistics = tuple(present(s) for s in (q_mean, q_rstd, k_mean, k_rstd, o_mean, o_rstd, o_hat))
     saved = (q, k, v, q_offsets, k_offsets, *parameters, *statistics)
     every = (*needs[:3], False, False, *needs[3:], False)
-    dq, dk, dv, _, _, *rest, _ = chosen.backward(problem, saved, (dout.contiguous(),), every)
+    dout = dout.contiguous()
+    add = _valid_rows(dout, q_offsets, packed) if own_residual else None
+    dq, dk, dv, _, _, *rest, _ = backward_with(chosen, problem, saved, dout, add, every)
     return gradients((dq, dk, dv, *rest), likes, q)
 
 
 @_backward_op.register_fake
 def _backward_fake(dout, q, k, v, q_offsets, k_offsets, *rest):
-    return fake_gradients((q, k, v, *rest[:6]), rest[27], q)
+    return fake_gradients((q, k, v, *rest[:6]), rest[28], q)
 
 
 def _setup(ctx, inputs, output):
     q, k, v, q_offsets, k_offsets, *rest = inputs
     parameters, residual, ctx.spec = rest[:6], rest[6], rest[7:19]
-    ctx.eps, ctx.packed, training, ctx.policy = rest[19], rest[20], rest[21], rest[22:]
+    ctx.eps, ctx.packed, training, ctx.own_residual, *ctx.policy = rest[19:]
+    residual = q if ctx.own_residual else residual
     ctx.residual = residual is not None
     out, *statistics, hat = output
     ctx.mark_non_differentiable(*statistics, hat)
@@ -388,14 +400,20 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dout, *_):
     needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:11])
-    options = (ctx.residual, *ctx.spec, ctx.eps, list(needs), *ctx.policy)
+    options = (ctx.residual, *ctx.spec, ctx.eps, ctx.packed, list(needs), ctx.own_residual, *ctx.policy)
     dq, dk, dv, *rest = needed(_backward_op(dout, *ctx.saved_tensors, *options), needs)
     dresidual = None
     if ctx.needs_input_grad[11]:
-        q_offsets = ctx.saved_tensors[3]
-        valid = torch.arange(dout.shape[0], device=dout.device) < q_offsets[-1]
-        dresidual = dout if ctx.packed else torch.where(valid[:, None, None], dout, 0)
-    return (dq, dk, dv, None, None, *rest, dresidual, *(None,) * 18)
+        dresidual = _valid_rows(dout, ctx.saved_tensors[3], ctx.packed)
+    return (dq, dk, dv, None, None, *rest, dresidual, *(None,) * 19)
+
+
+def _valid_rows(dout: Tensor, q_offsets: Tensor, packed: bool) -> Tensor:
+    """The gradient of what is added last: 0 past the last offset."""
+    if packed:
+        return dout
+    valid = torch.arange(dout.shape[0], device=dout.device) < q_offsets[-1]
+    return torch.where(valid[:, None, None], dout, 0)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

@@ -1,8 +1,8 @@
 """`norm_linear`: a norm, then a linear.
 
 Technique tensors: forward `(x_MK, weight_NK, bias_N, norm_weight_K, norm_bias_K) -> (y_MN,), (mean_M, rstd_M)`;
-backward saved `(x, weight, bias, norm_weight, norm_bias, mean, rstd, y)`, grads `(dy,)`, needs and grads in the order of
-the forward's tensors. y is saved only for K > 512: up to there one block holds a whole row of the gradient at xhat and
+backward saved `(x, weight, bias, norm_weight, norm_bias, mean, rstd, y)`, grads `(dy,)` or `(dy, add_MK)` (see
+`Technique.adds_gradient`), needs and grads in the order of the forward's tensors. y is saved only for K > 512: up to there one block holds a whole row of the gradient at xhat and
 takes its means from the accumulators; beyond, they come from dy and y before the GEMM.
 """
 
@@ -16,6 +16,7 @@ from recsys_norm.ops.choices import BACKWARD
 from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
+    backward_with,
     fake_gradients,
     gradients,
     make_problem,
@@ -144,7 +145,9 @@ def _backward_op(
     backend: str,
     technique: str,
     on_unsupported: str,
+    add: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`add` is one more gradient of x, which dx then contains (see `recsys_norm.ops.graph_passes`)."""
     likes = (x, weight, bias, norm_weight, norm_bias)
     if x.shape[0] == 0:
         return zero_gradients(likes, needs, x)
@@ -152,11 +155,12 @@ def _backward_op(
     problem = _problem(*tensors, norm, eps, True)
     chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (*tensors, present(mean), rstd, y)
-    return gradients(chosen.backward(problem, saved, (inputs.rows(dy),), tuple(needs)), likes, x)
+    add = None if add is None else inputs.rows(add)
+    return gradients(backward_with(chosen, problem, saved, inputs.rows(dy), add, tuple(needs)), likes, x)
 
 
 @_backward_op.register_fake
-def _backward_fake(dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *policy):
+def _backward_fake(dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *policy, add=None):
     return fake_gradients((x, weight, bias, norm_weight, norm_bias), needs, x)
 
 

@@ -88,6 +88,10 @@ class Technique(Protocol):
     x_0: xhat = rstd * ((x - x_0) - mean), since an absolute one would be off by 5e-4 deviations in fp32 at mean /
     deviation = 1e4. `needs` holds one bool per input tensor; the grads
     of inputs that are not needed are None and cost nothing.
+
+    A technique of norm_linear or norm_attention may set `adds_gradient = True`. Where its first tensor feeds a residual
+    stream, `grads` then has a second entry, of that tensor's shape, which its gradient is to contain: added in fp32 before
+    the one rounding. For a technique without the attribute the op adds afterwards, in a pass of its own.
     """
 
     name: str

@@ -21,12 +21,15 @@ def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     are recorded as CUDA graphs: the experts alone are most of a step's kernel launches and little of its work. What such a
     region returns is valid until the next step (`begin_step`); so are the gradients of its parameters.
     """
+    from recsys_norm.ops.graph_passes import compile_options
+
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MAX_GRAPHS)
     # Blocks of two event types share their code and differ in width: dynamo would take the width for one that changes
     # from call to call, and inductor's kernels for unknown widths take twice the time.
     torch._dynamo.config.automatic_dynamic_shapes = False
+    options = compile_options()
     for region, fixed in dense.regions():
-        region.compile(fullgraph=True, options={"triton.cudagraphs": True} if fixed and replay else None)
+        region.compile(fullgraph=True, options=options | {"triton.cudagraphs": fixed and replay})
 
 
 def begin_step() -> None:

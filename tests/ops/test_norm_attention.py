@@ -168,8 +168,10 @@ def test_opcheck():
     parameters = (t["pre_norm_weight"], t["pre_norm_bias"], None, None, t["post_norm_weight"], None)
     tensors = [t[n] for n in ("q_THd", "k_UHd", "v_UHd", "q_offsets_B1", "k_offsets_B1")]
     spec = (5, 4, "gelu", False, 0.5, False, None, "layer", "q", "all_heads", "rms", True)
-    args = (*tensors, *parameters, t["residual"], *spec, 1e-5, False, True, *policy)
+    args = (*tensors, *parameters, t["residual"], *spec, 1e-5, False, True, False, *policy)
     torch.library.opcheck(torch.ops.recsys_norm.norm_attention.default, args)
+    own = (*tensors, *parameters, None, *spec, 1e-5, False, True, True, *policy)
+    torch.library.opcheck(torch.ops.recsys_norm.norm_attention.default, own)
 
 
 def test_a20_frozen_inputs():

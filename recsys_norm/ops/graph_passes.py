@@ -1,0 +1,100 @@
+"""What torch.compile does not know about the ops of this package: a pass for inductor.
+
+Where x feeds both a norm_linear and a residual, autograd sums two gradients of x. inductor sees the backward of the op as
+a black box and adds in a kernel of its own: three passes over x, which it would not need around a norm of its own. The
+pass hands the other gradient to the op, which adds it in its last kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.pattern_matcher import stable_topological_sort
+
+from recsys_norm.ops import norm_linear  # noqa: F401  (registers the op)
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+
+
+class AddInBackward(CustomGraphPass):
+    """`add(norm_linear_backward(..)[0], g)` becomes `norm_linear_backward(.., add=g)[0]`."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        changed = False
+        for node in list(graph.nodes):
+            if node.op == "call_function" and node.target is torch.ops.aten.add.Tensor and _plain_sum(node):
+                changed |= self._move(graph, node)
+        if changed:
+            stable_topological_sort(graph)
+            graph.eliminate_dead_code()
+            graph.lint()
+
+    def uuid(self) -> Any:
+        """For inductor's cache of compiled graphs."""
+        return hashlib.sha256(inspect.getsource(inspect.getmodule(type(self))).encode()).hexdigest()
+
+    def _move(self, graph: fx.Graph, node: fx.Node) -> bool:
+        first, second = node.args
+        for summand, other in ((first, second), (second, first)):
+            dx = _gradient_of_x(summand)
+            if dx is not None and not _depends(other, dx.args[0]):
+                dx.args[0].update_kwarg("add", _as_rows(graph, other, node))
+                node.replace_all_uses_with(summand)
+                graph.erase_node(node)
+                return True
+        return False
+
+
+def compile_options() -> dict[str, Any]:
+    """`options=` of torch.compile for modules that use the ops of this package."""
+    return {"post_grad_custom_post_pass": AddInBackward()}
+
+
+def _plain_sum(node: fx.Node) -> bool:
+    """Two tensors of one shape and dtype, and no factor."""
+    if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
+        return False
+    values = [part.meta.get("val") for part in (*node.args, node)]
+    if not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    return all(value.shape == values[0].shape and value.dtype == values[0].dtype for value in values)
+
+
+def _gradient_of_x(node: fx.Node) -> fx.Node | None:
+    """The gradient of x that a norm_linear returned, seen through views, if nothing else reads it and no other gradient
+    is in it yet."""
+    while node.target in _VIEWS and len(node.users) == 1:
+        node = node.args[0]
+    if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
+        return None
+    op = node.args[0]
+    free = op.target is torch.ops.recsys_norm.norm_linear_backward.default and op.kwargs.get("add") is None
+    return node if free else None
+
+
+def _as_rows(graph: fx.Graph, gradient: fx.Node, before: fx.Node) -> fx.Node:
+    value = gradient.meta["val"]
+    if value.dim() == 2:
+        return gradient
+    with graph.inserting_before(before):
+        rows = graph.call_function(torch.ops.aten.reshape.default, (gradient, [-1, value.shape[-1]]))
+    rows.meta["val"] = value.reshape(-1, value.shape[-1])
+    return rows
+
+
+def _depends(node: fx.Node, on: fx.Node) -> bool:
+    seen, waiting = set(), [node]
+    while waiting:
+        node = waiting.pop()
+        if node is on:
+            return True
+        if node not in seen:
+            seen.add(node)
+            waiting.extend(node.all_input_nodes)
+    return False
