@@ -73,7 +73,7 @@ class Case:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         self.original = _moved(model, device, dtype)
         self.inputs = kind.inputs(size, rows or size.rows, device, dtype)
-        self.inputs[0].requires_grad_()
+        self.inputs[0].requires_grad_(kind.inner)
         converted = copied(self.original)
         self.report = conversion.convert(converted, **policy)
         self.candidates: dict[str, nn.Module] = {BEFORE: self.original, AFTER: converted}
@@ -96,7 +96,8 @@ class Case:
 
     def results(self, model: nn.Module, inputs: tuple[Any, ...]) -> dict[str, Tensor]:
         """Output and gradients by name."""
-        wanted = {"x": inputs[0]} | {n.removeprefix("_orig_mod."): p for n, p in model.named_parameters()}
+        wanted = {"x": inputs[0]} if inputs[0].requires_grad else {}
+        wanted |= {n.removeprefix("_orig_mod."): p for n, p in model.named_parameters()}
         y = model(*inputs)
         grads = torch.autograd.grad(y, list(wanted.values()), self.cotangent.to(y.dtype), allow_unused=True)
         return {"output": y.detach()} | {n: g for n, g in zip(wanted, grads) if g is not None}
@@ -105,7 +106,8 @@ class Case:
         """Assert the tolerance rule on outputs and gradients of every candidate but the plain model, which it is relative
         to. Tables that train in their backward have no gradients to check."""
         reference = copied(self.original, self._tables_as_double()).double()
-        inputs = (self.inputs[0].detach().double().requires_grad_(), *self.inputs[1:])
+        first = self.inputs[0]
+        inputs = (first.detach().double().requires_grad_(first.requires_grad), *self.inputs[1:])
         truth, unfused = self.results(reference, inputs), self.results(self.original, self.inputs)
         del reference
         checked = {}
@@ -118,8 +120,8 @@ class Case:
                     value,
                     unfused[key],
                     truth[key],
-                    dtype=self.inputs[0].dtype,
-                    rows=key in ("output", "x"),
+                    dtype=first.dtype,
+                    rows=key in ("output", "x") and value.shape[-1] > 1,  # one logit is no row
                     name=f"{name}: {key}",
                 )
                 for key, value in found.items()

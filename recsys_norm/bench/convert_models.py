@@ -64,23 +64,28 @@ class DLRM(nn.Module):
         super().__init__()
         self.tables = tables
         self.bottom = tower(dense, width // 2, dim)
-        self.top = nn.Sequential(*tower(dim + (features + 1) * features // 2, width, width, width // 2), nn.ReLU())
+        self.top = nn.Sequential(*tower(dim + (features + 1) * features // 2, width, width, width // 2), nn.SiLU())
         self.head = nn.Linear(width // 2, 1)
         self.register_buffer("pairs", torch.triu_indices(features + 1, features + 1, offset=1))
 
     def forward(self, dense: Tensor, sparse: Any) -> Tensor:  # [B, dense], B bags of each feature
         x = self.bottom(dense)
-        pooled = self.tables(sparse).values().to(x.dtype)
+        pooled = self.pooled(sparse).to(x.dtype)
         tokens = torch.cat([x[:, None], pooled.unflatten(1, (-1, x.shape[1]))], 1)
         products = torch.bmm(tokens, tokens.mT)[:, self.pairs[0], self.pairs[1]]
         return self.head(self.top(torch.cat([x, products], 1)))
 
+    @torch.compiler.disable  # a lookup that trains reads its step number, which breaks the graph anyway
+    def pooled(self, sparse: Any) -> Tensor:
+        return self.tables(sparse).values()
+
 
 def tower(*widths: int) -> nn.Sequential:
-    """linear -> norm -> ReLU -> linear ... from the first width to the last."""
+    """linear -> norm -> SiLU -> linear ... from the first width to the last. Not ReLU: at its kink two right results in bf16
+    have different gradients."""
     layers: list[nn.Module] = []
     for before, after in zip(widths, widths[1:]):
-        layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.ReLU()]
+        layers += [nn.Linear(before, after), nn.LayerNorm(after), nn.SiLU()]
     return nn.Sequential(*layers[:-2])
 
 
@@ -121,9 +126,7 @@ def dlrm(size: Size, fused_tables: bool = False) -> nn.Module:
 
     dim = size.width // 8
     tables = [
-        EmbeddingBagConfig(
-            name=f"t{i}", embedding_dim=dim, num_embeddings=size.table_rows, feature_names=[f"f{i}"]
-        )
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=dim, num_embeddings=size.table_rows, feature_names=[f"f{i}"])
         for i in range(FEATURES)
     ]
     if fused_tables:
@@ -152,17 +155,19 @@ def _bags(size: Size, rows: int, device: str, dtype: torch.dtype) -> tuple[Any, 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a model is made and what it is called with: `inputs(size, rows, device, dtype)`, the first a tensor."""
+    """How a model is made and what it is called with: `inputs(size, rows, device, dtype)`, the first a tensor, which is
+    differentiated, too, if it is what a layer before would give."""
 
     build: Callable[[Size], nn.Module]
     inputs: Callable[[Size, int, str, torch.dtype], tuple[Any, ...]]
     size: Size
+    inner: bool = True
 
 
 KINDS = {
     "encoder pre-norm": Kind(lambda size: encoder(size, True), _tokens, Size(128, 256, 512, 4)),
     "encoder post-norm": Kind(lambda size: encoder(size, False), _tokens, Size(128, 256, 512, 4)),
-    "dlrm": Kind(dlrm, _bags, Size(128, 256, 1024, 1)),
+    "dlrm": Kind(dlrm, _bags, Size(128, 256, 1024, 1), inner=False),
     "hstu": Kind(
         lambda size: nn.Sequential(*(HSTUBlock(size.width, size.heads) for _ in range(size.layers))),
         _tokens,

@@ -11,7 +11,15 @@ from torch import fx, nn
 
 from recsys_norm.nn.torch_modules import NORMS, activation_name
 
-_OPAQUE = ("torchrec.modules.embedding", "torchrec.distributed", "fbgemm_gpu", "recsys_norm.")
+_OPAQUE = (
+    "torchrec.modules.embedding",
+    "torchrec.modules.fused_embedding",
+    "torchrec.distributed",
+    "fbgemm_gpu",
+    "recsys_norm.conversion",
+    "recsys_norm.models",
+    "recsys_norm.nn",
+)
 
 
 @dataclass(frozen=True)

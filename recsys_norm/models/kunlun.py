@@ -62,6 +62,16 @@ class Kunlun(nn.Module):
         return self.dense(batch.dense, pooled, candidates, events)
 
 
+def _filled(x: Tensor, multiple: int | None) -> Tensor:
+    """x [T, ..] with rows of zeros after its last until their number is a multiple."""
+    missing = -len(x) % multiple if multiple else 0
+    if missing == 0:
+        return x
+    filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
+    _mark_dynamic(filled)
+    return filled
+
+
 def _mark_dynamic(x: Tensor) -> None:
     """Tell a compiled part that T changes from batch to batch, or it would compile for the first T alone."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling():  # and no proxy of a tracer
@@ -74,6 +84,11 @@ class DenseArch(nn.Module):
     Args of forward:
         dense [B, n_dense]; pooled [B, F, dim] or None; candidates [B, C, dim] or None;
         events: {name: (field embeddings [T, n_fields * dim], offsets [B + 1] int32, ages [T] in seconds)}.
+
+    Attributes:
+        token_multiple: None, or fill T up to a multiple of it with tokens that belong to no row. They change no result:
+            attention neither reads them nor sends them a gradient. With few values of T, the parts that depend on it
+            can be replayed as CUDA graphs, too.
     """
 
     full_precision = ("head.out.",)  # parameters that compute in fp32 under autocast too
@@ -81,6 +96,7 @@ class DenseArch(nn.Module):
     def __init__(self, config: ModelConfig, schema: Schema, how: dict):
         super().__init__()
         check_events(config, schema)
+        self.token_multiple: int | None = None
         sizes = {event.name: config.events[event.name] for event in schema.events}
         self.n_sum, self.n_seeds = config.n_sum, config.n_seeds
         self.context = ContextTokens(config, schema, how)
@@ -104,7 +120,8 @@ class DenseArch(nn.Module):
         sequences = {}
         for name, tokens in self.event_tokens.items():
             fields, offsets, ages = events[name]
-            sequences[name] = tokens(self._embeddings(fields), offsets, ages, candidates)
+            fields, ages = _filled(self._embeddings(fields), self.token_multiple), _filled(ages, self.token_multiple)
+            sequences[name] = tokens(fields, offsets, ages, candidates)
         offsets = {name: events[name][1] for name in sequences}
         summaries: dict[str, Tensor | None] = dict.fromkeys(sequences)
         sum_offsets = uniform_offsets(dense.shape[0], self.n_sum, dense.device)
@@ -116,16 +133,18 @@ class DenseArch(nn.Module):
         return self.head(x)
 
     def regions(self) -> list[tuple[nn.Module, bool]]:
-        """The parts to compile one by one, and whether all their shapes depend on the number of rows alone.
+        """The parts to compile one by one, and whether their shapes take few values, so that they can be replayed: they
+        depend on the number of rows alone, or on a number of tokens that is filled up.
 
-        Parts of one kind share a graph, so that compiling takes a fraction; parts of fixed shapes can be replayed.
+        Parts of one kind share a graph, so that compiling takes a fraction.
         """
         fixed = [self.context, self.head]
         jagged = list(self.event_tokens.values())
         for layer in self.layers:
             fixed += [layer.summarize, layer.experts]
             jagged += layer.blocks.values()
-        return [(region, True) for region in fixed] + [(region, False) for region in jagged]
+        filled = self.token_multiple is not None
+        return [(region, True) for region in fixed] + [(region, filled) for region in jagged]
 
     def _embeddings(self, x: Tensor | None) -> Tensor | None:
         """What the tables returned, in the dtype of the activations."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -12,14 +13,16 @@ from torch import nn
 
 # Graphs of one forward function: layers differ in kind and mode (training or not), not in number of events.
 MAX_GRAPHS = 64
+FILL = 32  # a batch is filled up by half of 1/32 of its tokens on average
 
 
 def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     """Put each region of a DenseArch behind torch.compile, in place. A region is one graph for every number of events.
 
-    The number of rows is compiled in: pass batches of one size. With `replay`, regions whose shapes depend on nothing else
-    are recorded as CUDA graphs: the experts alone are most of a step's kernel launches and little of its work. What such a
-    region returns is valid until the next step (`begin_step`); so are the gradients of its parameters.
+    The number of rows is compiled in: pass batches of one size. With `replay`, regions are recorded as CUDA graphs, those
+    whose shapes depend on the number of tokens only if it is filled up (`DenseArch.token_multiple`): a step is about a
+    thousand kernel launches, and the host would need longer for them than the device. What such a region returns is valid
+    until the next step (`begin_step`); so are the gradients of its parameters.
     """
     from recsys_norm.ops.graph_passes import compile_options
 
@@ -30,6 +33,15 @@ def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     options = compile_options()
     for region, fixed in dense.regions():
         region.compile(fullgraph=True, options=options | {"triton.cudagraphs": fixed and replay})
+
+
+def token_multiple(model: Any, wanted: int | None) -> int | None:
+    """What to fill numbers of tokens up to multiples of (`backend.token_multiple`); None leaves them as they are."""
+    if wanted is not None:
+        return wanted or None
+    longest = max((event.mean_len for event in model.events.values()), default=0)
+    tokens = model.batch_size * longest / FILL
+    return 1 << max(round(math.log2(tokens)), 6) if tokens >= 1 else None
 
 
 def begin_step() -> None:

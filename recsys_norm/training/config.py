@@ -31,15 +31,20 @@ class BackendConfig:
     compile: put torch.compile around the dense part of the model (embedding lookups stay outside); null does so on a GPU
         and not on a CPU.
     compile_eval: also in evaluation, whose graphs are others; without, it runs eagerly.
-    cuda_graphs: of what is compiled, record the parts of fixed shapes as CUDA graphs (not with gradient accumulation).
+    cuda_graphs: record what is compiled as CUDA graphs, which take the host next to no time to start (not with gradient
+        accumulation). Each number of tokens T that occurs is recorded for itself.
+    token_multiple: with CUDA graphs, fill T up to a multiple of this, so that few numbers occur; null: a power of two of
+        about 1/32 of the model's `batch_size` x longest `mean_len`; 0: leave T and record only what does not depend on it.
     """
 
     name: str = MISSING
     compile: bool | None = False
     compile_eval: bool = True
     cuda_graphs: bool = True
+    token_multiple: int | None = None
 
     def __post_init__(self) -> None:
+        _at_least("backend.token_multiple", self.token_multiple, 0)
         _choice("backend.name", self.name, ("unfused", "compiled", "naive", "fused"))
 
 
@@ -170,7 +175,8 @@ class DistributedConfig:
     memory_gb: what one process has for tables and activations; None: what its device, or its share of the machine, has.
     dense: the part of the model that is not a table is replicated ("ddp"), or its parameters, gradients and optimizer
         state are sharded ("fsdp2").
-    pipeline: exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist).
+    pipeline: sort and exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist), on
+        several ranks and on one GPU.
     timeout_s: a process that makes no progress for so long ends the run; a step with its compilation, a batch of a
         validation and a checkpoint have to be faster.
     """

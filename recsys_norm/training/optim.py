@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -47,10 +46,15 @@ class Optimizers:
         self.config = config
         self.total_steps = total_steps
         self.weights = weights
-        self.parameters = {name: p for name, p in dense.named_parameters() if p.requires_grad}
+        low = {} if weights is None else weights.masters
+        own = {name: p for name, p in dense.named_parameters() if p.requires_grad and name not in low}
+        self.parameters: dict[str, Tensor] = own | low
+        self._own = own
+        matrices, vectors = ([p for p in own.values() if (p.dim() > 1) == matrix] for matrix in (True, False))
         if weights is not None:
-            self.parameters |= weights.masters
-        self.dense = _adamw(self.parameters.values(), config.dense)
+            for buffer in weights.buffers:
+                (matrices if weights.holds_matrices(buffer) else vectors).append(buffer)
+        self.dense = _adamw(matrices, vectors, config.dense)
         self.sparse = sparse.fused_optimizer
         self.replicated = ReplicatedRowWiseAdagrad(sparse, config.sparse)
         self.lr = 0.0
@@ -84,7 +88,7 @@ class Optimizers:
         """Clip the dense gradients to `clip_norm` and return their norm before that, on the device."""
         if self.weights is not None:
             self.weights.collect()
-        parameters = list(self.parameters.values())
+        parameters = [p for group in self.dense.param_groups for p in group["params"]]
         if self.config.clip_norm is None:
             norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         else:
@@ -92,9 +96,11 @@ class Optimizers:
         return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
     def step(self) -> None:
-        self.dense.step()
+        if self.weights is None:
+            self.dense.step()
+        else:
+            self.weights.step(self.dense)
         self.dense.zero_grad(set_to_none=True)
-        self.loaded()
 
     def loaded(self) -> None:
         """To be called after the parameters were written to."""
@@ -106,25 +112,29 @@ class Optimizers:
 
         Loading writes into these very tensors, so AdamW's are made here where no step has made them yet.
         """
-        state = {}
-        for name, parameter in self.parameters.items():
-            entry = self.dense.state[parameter]
-            if not entry:
-                entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                entry["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                entry["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-            state |= {f"adamw/{name}/{key}": tensor for key, tensor in entry.items()}
+        state: dict[str, Tensor] = {}
+        for name, parameter in self._own.items():
+            state |= {f"adamw/{name}/{key}": tensor for key, tensor in self._adamw_state(parameter).items()}
+        for buffer in () if self.weights is None else self.weights.buffers:
+            for key, tensor in self._adamw_state(buffer).items():
+                shared = key == "step"  # one number for all that lie in the buffer
+                parts = self.weights.parts(buffer, buffer.data if shared else tensor)
+                state |= {f"adamw/{name}/{key}": tensor if shared else part for name, part in parts.items()}
         for name, entry in self.sparse.state_dict()["state"].items():
             state |= {f"tables/{name}/{key}": tensor for key, tensor in entry.items()}
         return state | {f"tables/{name}": tensor for name, tensor in self.replicated.state().items()}
 
+    def _adamw_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        entry = self.dense.state[parameter]
+        if not entry:
+            entry["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            entry["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            entry["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return entry
 
-def _adamw(parameters: Iterable[nn.Parameter], config: DenseOptimizerConfig) -> torch.optim.AdamW:
-    parameters = list(parameters)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1]},
-        {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+
+def _adamw(matrices: list[Tensor], vectors: list[Tensor], config: DenseOptimizerConfig) -> torch.optim.AdamW:
+    groups: list[dict] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
         lr=config.lr,

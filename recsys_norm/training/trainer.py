@@ -21,7 +21,7 @@ from recsys_norm.models.flops import ModelFlops
 from recsys_norm.training import profile
 from recsys_norm.training.averaging import WeightAverage
 from recsys_norm.training.checkpoint import Checkpoints
-from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly
+from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly, token_multiple
 from recsys_norm.training.config import Config, ConfigError
 from recsys_norm.training.logging import RunLogger
 from recsys_norm.training.masters import MasterWeights
@@ -72,14 +72,17 @@ class Trainer:
         if runtime.dtype != torch.float32 and config.trainer.grad_accumulation == 1 and not sharded:  # sums in fp32
             weights = MasterWeights(model.dense, runtime.dtype, model.dense.full_precision)
         if config.backend.compile:
-            replay = (
-                config.backend.cuda_graphs and runtime.device.type == "cuda" and config.trainer.grad_accumulation == 1
-            )
+            backend, cuda = config.backend, runtime.device.type == "cuda"
+            replay = backend.cuda_graphs and cuda and config.trainer.grad_accumulation == 1
+            if replay:
+                model.dense.token_multiple = token_multiple(config.model, backend.token_multiple)
             compile_regions(model.dense, replay=replay)
         self.replicas = Replicas(model.dense, config.distributed, runtime, compiled=config.backend.compile)
         model.dense = self.replicas.module
         self.pipeline: SparsePipeline | None = None
-        if config.distributed.mode == "torchrec" and config.distributed.pipeline and can_pipeline(model.sparse):
+        # One GPU has no ids to exchange, but the same code waits for the device twice a step unless it runs ahead.
+        ahead = config.distributed.mode == "torchrec" or runtime.device.type == "cuda"
+        if ahead and config.distributed.pipeline and can_pipeline(model.sparse):
             self.pipeline = SparsePipeline(model.sparse, runtime.device, self._pipelined_forward)
         self.optimizers = Optimizers(self.dense, self.sparse, config.optimizer, self.total_steps, weights)
         decay = config.trainer.ema_decay
@@ -489,8 +492,8 @@ class Trainer:
         total = 0
         for value in self.tensors().values():
             total += sum(part.numel() * part.element_size() for part in local(value))
-        if self.optimizers.weights is not None:  # beside their fp32 masters
-            total += sum(weight.nbytes for weight in self.optimizers.weights.weights.values())
+        if self.optimizers.weights is not None:  # low-precision weights and gradients
+            total += self.optimizers.weights.nbytes
         return total
 
     def _profile_before(self) -> None:

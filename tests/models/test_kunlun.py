@@ -195,3 +195,24 @@ def test_event_without_sizes_or_room(config, message):
 def test_schema_without_any_token():
     with pytest.raises(ValueError, match="at least one token"):
         build(make_schema(events=("long",), dense=0, sparse=0, candidates=False))
+
+
+@pytest.mark.parametrize("backend", ["unfused", "fused"])
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, {name: [0] * 5 for name in LENGTHS}, {name: [0, 3, 0, 1, 0] for name in LENGTHS}]
+)
+@pytest.mark.filterwarnings("ignore:.*cannot run")
+def test_tokens_that_fill_up_change_nothing(backend, lengths):
+    schema = make_schema()
+    batch = make_batch(schema, lengths)
+
+    def results(multiple):
+        torch.manual_seed(1)
+        model = Kunlun(make_config(), schema, backend=backend)
+        model.dense.token_multiple = multiple
+        logits = model(batch)
+        logits.square().sum().backward()
+        return [logits.detach(), *(p.grad for p in model.parameters())]
+
+    for got, expected in zip(results(16), results(None), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +17,7 @@ class Tables(nn.Module):
     class fused_optimizer:
         param_groups: list = []
         step = staticmethod(lambda: None)
+        state_dict = staticmethod(lambda: {"state": {}})
 
 
 class Model(nn.Module):
@@ -67,10 +69,32 @@ def test_loading_through_the_state_dict():
 
 
 def test_gradients_of_one_step_do_not_reach_the_next():
+    """A weight that gets no gradient stays as it is, whatever its last gradient was, and weight decay leaves it alone."""
     model = Model()
     weights = MasterWeights(model, torch.bfloat16)
+    optimizers = Optimizers(model, Tables(), OptimizerConfig(clip_norm=None), 2, weights)
+    optimizers.set_lr(0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
     model.first(torch.ones(1, 24, dtype=torch.bfloat16)).sum().backward()
-    weights.collect()
-    assert weights.masters["first.bias"].grad is not None and weights.masters["second.weight"].grad is None
-    weights.collect()
-    assert weights.masters["first.bias"].grad is None
+    assert float(optimizers.clip()) == pytest.approx((16 * 25) ** 0.5)
+    optimizers.step()
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {"first.weight", "first.bias"}
+    assert float(optimizers.clip()) == 0
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizers.step()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_the_state_of_the_optimizer_is_by_parameter():
+    plain, low = Model(), Model()
+    weights = MasterWeights(low, torch.bfloat16, ("head.",))
+    expected = Optimizers(plain, Tables(), OptimizerConfig(), 3).state()
+    optimizers = Optimizers(low, Tables(), OptimizerConfig(), 3, weights)
+    state = optimizers.state()
+    assert {name: value.shape for name, value in state.items()} == {n: v.shape for n, v in expected.items()}
+    for value in state.values():
+        value.fill_(2.0)
+    assert all(bool((value == 2).all()) for value in optimizers.state().values())
+    for name, weight in weights.weights.items():
+        assert weight.data_ptr() % 16 == 0 and weight.is_contiguous(), name
