@@ -58,12 +58,13 @@ BACKWARD = {
     2048: "1,4,4,3 1,4,3,3 1,4,4,4 1,4,3,4 1,8,2,3 1,2,4,3 1,8,3,4",
 }
 HEAVY = {
-    256: "4,4,5,3 2,1,8 2,1,12 2,1,10,3 4,2,6,3",
-    384: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 2,2,6,3",
-    512: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 2,2,6,3",
-    1024: "1,4,5,3 1,4,4,3 1,2,4,3 1,8,3,3 1,4,5",
+    256: "4,4,5,3 2,1,8 2,1,12 2,1,10,3 2,1,12,3 4,2,6,3",
+    384: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 1,1,12,3 2,2,6,3",
+    512: "2,4,5,3 1,1,8 1,1,12 1,1,8,3 1,1,12,3 2,2,6,3",
+    1024: "1,4,5,3 1,4,4,3 1,2,4,3 1,2,6,3 1,8,3,3 1,4,5",
     2048: "1,4,2,3 1,4,3,3 1,8,2,3 1,8,1,3 1,4,3",
 }
+KINDS = {"backward": "plain", "dsum": "more", "mlp": "activation"}  # as backward_config has them
 # (rows, columns, warps, programs per multiprocessor, stages), at every width
 COLUMNS = "16,256,4,4,3 16,256,4,8,1 16,256,4,6,3 16,256,4,3,4 8,256,2,8,3 32,256,8,2,3 8,256,4,6,3 4,256,1,16,1"
 
@@ -209,11 +210,12 @@ def interleaved(variants: dict[str, Callable[[int], object]], sets: int, rounds:
 
 def shipped(direction: str, norm: str, N: int) -> Forward | Backward:
     block = pick_tile(N, (N, N), 2).block
-    return forward_config(block, 2) if direction == "forward" else backward_config(block, 2, norm, direction == "heavy")
+    return forward_config(block, 2) if direction == "forward" else backward_config(block, 2, norm, KINDS[direction])
 
 
 def candidates(direction: str, norm: str, N: int, tune: bool) -> list[Forward | Backward]:
-    listed = {"forward": FORWARD, "backward": BACKWARD, "heavy": HEAVY}[direction].get(N, "") if tune else ""
+    tiles = {"forward": FORWARD, "backward": BACKWARD}.get(direction, HEAVY)
+    listed = tiles.get(N, "") if tune else ""
     kind = Forward if direction == "forward" else Backward
     configs = (kind(*map(int, c.split(","))) for c in listed.split())
     return list(dict.fromkeys([shipped(direction, norm, N), *configs]))
@@ -238,7 +240,7 @@ def measure(norm: str, N: int, M: int, tune: bool, rounds: int, only_warm: bool)
         records.append(record)
         _print(record)
     for kind in ("dsum", "mlp") if tune else ():
-        configs = candidates("heavy", norm, N, tune)
+        configs = candidates(kind, norm, N, tune)
         case.check_heavy(kind, configs)
         if not only_warm:
             variants = {_label(k): lambda i, k=k, kind=kind: case.heavy(kind, i, k) for k in configs}

@@ -68,3 +68,22 @@ def check_slack(tensors, options, candidate, slack, limit):
             assert not a[-slack:].any(), f"{name}: rows past the last offset are not 0"
             a = a[:-slack]
         assert relative_error(a, b, rows=False, cancelling=1.0) <= limit, name
+
+
+def check_own_residual(tensors, options, candidate, limit):
+    """With q as its own residual the gradient of q is that of q and of a copy of it as the residual, and nothing else
+    changes."""
+    leaves = {n: v.detach().requires_grad_(v.requires_grad) for n, v in tensors.items()}
+    wanted = [v for v in leaves.values() if v.requires_grad]
+    dy = torch.randn(leaves["q_THd"].shape, generator=torch.Generator().manual_seed(1)).to(leaves["q_THd"])
+    copy = leaves["q_THd"].detach().clone().requires_grad_()
+
+    def run(residual):
+        y = ops.norm_attention(**leaves, residual=residual, **options, **candidate)
+        return y.detach(), torch.autograd.grad(y, [*wanted, *([copy] if residual is copy else [])], dy)
+
+    (y, grads), (y_apart, (dq, *apart, dresidual)) = run(leaves["q_THd"]), run(copy)
+    assert torch.equal(y, y_apart)
+    assert relative_error(grads[0], dq.double() + dresidual.double()) <= limit
+    for a, b in zip(grads[1:], apart):
+        assert relative_error(a, b, rows=False, cancelling=1.0) <= limit

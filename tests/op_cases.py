@@ -2,6 +2,8 @@
 
 import torch
 
+from recsys_norm.testing import relative_error
+
 GEMM_OPS = ["norm", "norm_linear", "linear_norm", "linear_norm_linear"]
 FORCED = {"backend": "fused", "technique": "separate"}  # runs on any device
 
@@ -30,3 +32,24 @@ def tensors_for(op, M=17, K=24, N=20, N2=12, *, dtype=torch.float32, param_dtype
         return {"x": x, "weight1": first, "bias1": second, "weight2": last, "bias2": last_bias, **gamma}
     t = {"x": x, "weight": first, "bias": second, **gamma}
     return t | ({"residual": randn(M, N, dtype=dtype)} if residual else {})
+
+
+def check_added_gradient(technique, tensors, norm, limit):
+    """norm_linear's dx with a gradient from a residual stream in it is the sum of both, within `limit` of the sum in fp64;
+    no other gradient changes."""
+    arguments = [tensors[n] for n in ("x", "weight", "bias", "norm_weight", "norm_bias")]
+    arguments = [None if t is None else t.detach() for t in arguments]
+    policy = ("fused", technique, "raise")
+    y, mean, rstd = torch.ops.recsys_norm.norm_linear(*arguments, norm, 1e-5, True, *policy)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    x = arguments[0]
+    wide = torch.randn(x.shape[0], x.shape[1] + 8, generator=torch.Generator().manual_seed(2)).to(x)
+    saved = (mean, rstd, y if x.shape[1] > 512 else None)
+    for add in (wide[:, 8:], wide[:, 8:].contiguous()):
+        for needs in ([True] * 5, [True] + [False] * 4):
+            needs = [need and t is not None for need, t in zip(needs, arguments)]
+            options = (dy, *arguments, *saved, norm, 1e-5, needs, *policy)
+            alone = torch.ops.recsys_norm.norm_linear_backward(*options)
+            dx, *rest = torch.ops.recsys_norm.norm_linear_backward(*options, add)
+            assert relative_error(dx, alone[0].double() + add.double()) <= limit
+            assert all(torch.equal(a, b) for a, b in zip(rest, alone[1:]))

@@ -184,7 +184,7 @@ def imported(*roots):
 
 def test_dependencies_name_what_is_imported():
     project = (ROOT / "pyproject.toml").read_text()
-    lines = re.findall(r"^(?:dependencies|train) = \[(.*?)\]$", project, re.M | re.S)
+    lines = re.findall(r"^(?:dependencies|train|helion) = \[(.*?)\](?:  #.*)?$", project, re.M | re.S)
     named = {name.lower() for line in lines for name in re.findall(r'"([\w-]+)', line)}
     named |= {"torchrec", "fbgemm-gpu"}  # extra torchrec-cuda, or the pair for the CPU
     named |= {"triton", "cuda"}  # come with torch for CUDA; without them the kernels say why they cannot run

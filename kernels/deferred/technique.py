@@ -11,14 +11,15 @@ with the row scale, so `deferred` has none.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from recsys_norm.kernels.lazy.configs import WHOLE_ROW_FEATURES, given_config
-from recsys_norm.kernels.lazy.technique import backward as norm_linear_backward
-from recsys_norm.kernels.lazy.technique import cannot_run, kind_of, on_device_of
+from recsys_norm.kernels.lazy.technique import Lazy, cannot_run, kind_of, on_device_of
 from recsys_norm.kernels.postnorm.configs import NAIVE_MAX_FEATURES, gemm_config, naive_config
 from recsys_norm.ops.inputs import resolve_eps
-from recsys_norm.ops.problem import Problem, Tensors
+from recsys_norm.ops.problem import Problem, Technique, Tensors
 
 
 class _LinearNormLinear:
@@ -66,26 +67,40 @@ class Deferred(_LinearNormLinear):
         return (y,), (z, mean, rstd)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        from recsys_norm.kernels.norm.launch import column_sum
-        from recsys_norm.kernels.norm.technique import weight_gradient
+        return backward(problem, saved, grads, needs, Lazy())
 
-        if problem.N > WHOLE_ROW_FEATURES:  # the second linear's row-scalar backward would need the saved y
-            return super().backward(problem, saved, grads, needs)
-        x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved
-        need_z = any(needs[:3])
-        second = (z, weight2, None, norm_weight, norm_bias, mean, rstd, None)
-        with on_device_of(x):
-            dz, dw2, db2, dgamma, dbeta = norm_linear_backward(problem.norm, second, grads[0], (need_z, *needs[3:]))
-            dx = torch.mm(dz, weight1.to(dz.dtype)) if needs[0] else None
-            dw1 = weight_gradient(dz, x, weight1) if needs[1] else None
-            db1 = column_sum(dz, torch.float32) if needs[2] else None
-        return dx, dw1, db1, dw2, db2, dgamma, dbeta
+
+def second_linear(problem: Problem) -> Problem:
+    """The norm and the second linear as a problem of norm_linear."""
+    return replace(problem, op="norm_linear", K=problem.N, N=problem.N2, N2=0, strides=(problem.N, 1))
+
+
+def backward(
+    problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...], technique: Technique
+) -> Tensors:
+    """The second linear's gradients, and dz, by a technique of norm_linear; then the first linear's."""
+    from recsys_norm.kernels.norm.launch import column_sum
+    from recsys_norm.kernels.norm.technique import Separate, weight_gradient
+
+    if problem.N > WHOLE_ROW_FEATURES:  # the second linear's row-scalar backward would need the saved y
+        return Separate().backward(problem, saved, grads, needs)
+    x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved
+    need_z = any(needs[:3])
+    second = (z, weight2, None, norm_weight, norm_bias, mean, rstd, None)
+    with on_device_of(x):
+        wanted = (need_z, *needs[3:])
+        dz, dw2, db2, dgamma, dbeta = technique.backward(second_linear(problem), second, grads, wanted)
+        dx = torch.mm(dz, weight1.to(dz.dtype)) if needs[0] else None
+        dw1 = weight_gradient(dz, x, weight1) if needs[1] else None
+        db1 = column_sum(dz, torch.float32) if needs[2] else None
+    return dx, dw1, db1, dw2, db2, dgamma, dbeta
 
 
 class Naive(_LinearNormLinear):
     """One tile spans the row of z: GEMM, norm and activation in one kernel, then a plain GEMM."""
 
     name = "naive"
+    backward_of = "triton/separate"
 
     def why_not(self, problem: Problem) -> str | None:
         reason = super().why_not(problem)

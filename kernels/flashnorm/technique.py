@@ -24,6 +24,7 @@ class FlashNorm:
 
     name = "flashnorm"
     provider = "triton"
+    adds_gradient = True
 
     def why_not(self, problem: Problem) -> str | None:
         spec = problem.attention
@@ -86,7 +87,8 @@ class FlashNorm:
         q_mean, q_rstd, k_mean, k_rstd = saved[11:15]
         result = [None] * 12
         below = any(needs[:3]) or any(needs[5:9])
-        do, result[9], result[10] = _post_backward(problem, saved, grads[0], needs, below)
+        dout, add = (*grads, None)[:2]
+        do, result[9], result[10] = _post_backward(problem, saved, dout, needs, below)
         if not below:
             return tuple(result)
         q = _unit_stride(q)
@@ -104,11 +106,13 @@ class FlashNorm:
         q_side, k_side = _sides(problem.attention, q, k, q_offsets, k_offsets, saved[5:9])
         q_needs, k_needs = (needs[0], *needs[5:7]), (needs[1], *needs[7:9])
         past = do if problem.attention.inner_residual else None
-        if past is not None and q_side is None:
-            dq.add_(past)
-            zero_slack(dq, q_offsets)
-        result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, past)
-        result[1], result[7], result[8] = _pre_backward(problem, dk, k_side, k_mean, k_rstd, k_needs, None)
+        if q_side is None:
+            for extra in (past, add):
+                if extra is not None:
+                    dq.add_(extra)
+                    zero_slack(dq, q_offsets)
+        result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, past, add)
+        result[1], result[7], result[8] = _pre_backward(problem, dk, k_side, k_mean, k_rstd, k_needs)
         result[2] = dv if needs[2] else None
         return tuple(result)
 

@@ -7,8 +7,14 @@ The kernels are Gluon sources (triton 3.9 names), compiled ahead of time by `bui
 
 def techniques():
     """(op, technique) pairs for `recsys_norm.ops.registry`."""
+    from recsys_norm.kernels.hopper.attention import FlashNorm
     from recsys_norm.kernels.hopper.deferred import Deferred
     from recsys_norm.kernels.hopper.lazy import Lazy
     from recsys_norm.kernels.hopper.postnorm import Cluster
 
-    return [("norm_linear", Lazy()), ("linear_norm", Cluster()), ("linear_norm_linear", Deferred())]
+    return [
+        ("norm_linear", Lazy()),
+        ("linear_norm", Cluster()),
+        ("linear_norm_linear", Deferred()),
+        ("norm_attention", FlashNorm()),
+    ]

@@ -22,8 +22,11 @@ def why_not(dtype: torch.dtype, K: int, N: int) -> str | None:
     return None
 
 
-def backward(norm: str, saved: Tensors, dy: Tensor, needs: tuple[bool, ...]) -> Tensors:
-    """Gradients of norm_linear in the order of its inputs; no kernel runs for one that is not needed."""
+def backward(
+    norm: str, eps: float, saved: Tensors, dy: Tensor, needs: tuple[bool, ...], add: Tensor | None = None
+) -> Tensors:
+    """Gradients of norm_linear in the order of its inputs, that of x plus `add`; no kernel runs for one that is not
+    needed."""
     x, weight, bias, gamma, beta, mean, rstd, y = saved
     need_x, need_weight, need_bias, need_gamma, need_beta = needs
     dx = dweight = dbias = dgamma = dbeta = delta = None
@@ -41,13 +44,15 @@ def backward(norm: str, saved: Tensors, dy: Tensor, needs: tuple[bool, ...]) -> 
         if together:
             delta = torch.empty_like(rstd)
             row_dots = wgrad.RowDots(y, offset, delta)
-        dweight, dbias, dgamma, dbeta = wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, row_dots)
+        dweight, dbias, dgamma, dbeta = wgrad.gradients(
+            dy, x, weight, bias, gamma, beta, mean, rstd, eps, row_dots, affine=need_gamma or need_beta
+        )
     elif need_bias or need_beta:
         from recsys_norm.kernels.norm.launch import column_sum
 
         dbias = column_sum(dy, torch.float32)
         dbeta = torch.mv(weight.float().t(), dbias) if need_beta else None
     if need_x:
-        dx = dgrad.dx(dy, folded, x, mean, rstd, delta)
+        dx = dgrad.dx(dy, folded, x, mean, rstd, delta, add)
     found = (dx, dweight, dbias, dgamma, dbeta)
     return tuple(t if need else None for t, need in zip(found, needs))

@@ -4,7 +4,8 @@
     y = rstd * (z W2'^T) + b2'             the kernel of technique `lazy`, which takes the statistics of z on its way
 
 The lazy kernel sums z while its product runs, so the first GEMM needs no epilogue of its own and norm(z) is never
-written. An activation does not commute with the row scale.
+written. An activation does not commute with the row scale. Backward: the second linear's is that of `lazy`, up to 512
+features between the linears, where it needs no saved y; beyond, that of `separate`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,6 @@ class Deferred:
         return (y,), (z, mean, rstd)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        # What is saved is the same for every technique of the op, so another one's kernels can compute the gradients.
-        from recsys_norm.kernels.deferred.technique import Deferred as Stock
+        from recsys_norm.kernels.deferred.technique import backward
 
-        return Stock().backward(problem, saved, grads, needs)
+        return backward(problem, saved, grads, needs, lazy.Lazy())

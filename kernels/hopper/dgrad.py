@@ -13,12 +13,6 @@ STEP = 64
 DOT_ROWS = 8
 WHOLE_ROW_FORMS = (128, 256, 384, 512)  # longest rows of g that the accumulators of one or two CTAs hold
 TILED_COLUMNS = 256
-RESIDENT_ROWS = 256  # out-features up to which W' can stay in shared memory, for rows up to 256
-
-# Variants of the forms that compute the same; what is off was 0 to 3% slower on an H200 whose host was busy.
-RESIDENT = False  # W' stays in shared memory
-MULTICAST_ROWS = False  # two CTAs with a row between them get dy by one multicast
-MULTICAST_WEIGHT = True  # two CTAs with the same columns get W' by one multicast
 
 
 def tma_ready(t: Tensor) -> Tensor:
@@ -27,16 +21,14 @@ def tma_ready(t: Tensor) -> Tensor:
     return aligned(t) if fits else aligned(t.contiguous())
 
 
-def form_of(K: int, N: int, whole: bool) -> str:
+def form_of(K: int, whole: bool) -> str:
     """Which kernel of dgrad_kernels.py serves rows of K."""
     if not whole:
-        return "any2" if MULTICAST_WEIGHT else "any"
+        return "any"
     limit = next((f for f in WHOLE_ROW_FORMS if f >= K), None)
     if limit is None:
         raise ValueError(f"rows of {K} exceed the {WHOLE_ROW_FORMS[-1]} that the accumulators hold; pass delta")
-    if limit <= 256:
-        return f"{limit}_4" if RESIDENT and N <= RESIDENT_ROWS else str(limit)
-    return f"{limit}a" if MULTICAST_ROWS else str(limit)
+    return str(limit)
 
 
 def dx(
@@ -46,19 +38,22 @@ def dx(
     mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
     rstd: Tensor,  # [M] fp32
     delta: Tensor | None,  # [M] fp32: sum_k(g * xhat); None up to K = 512, where the kernel takes it itself
+    add: Tensor | None = None,  # [M, K]
 ) -> Tensor:
-    """dx = rstd * (g - xhat * mean_k(g * xhat)) with g = dy W'."""
+    """dx = rstd * (g - xhat * mean_k(g * xhat)) + add with g = dy W', rounded once."""
     dy, x = tma_ready(dy), tma_ready(x)
+    add = None if add is None else tma_ready(add)
     (M, N), K = dy.shape, x.shape[1]
     out = x.new_empty(M, K)
-    form = form_of(K, N, delta is None)
-    kernel = launch.get(f"dx_{'rms' if mean is None else 'layer'}_{NAMES[x.dtype]}_{form}")
+    form = form_of(K, delta is None)
+    norm, extra = "rms" if mean is None else "layer", "" if add is None else "_add"
+    kernel = launch.get(f"dx_{norm}_{NAMES[x.dtype]}_{form}{extra}")
     size = kernel.entry["cluster"]
     col_tiles = 1 if delta is None else -(-K // TILED_COLUMNS)
-    row_tiles = -(-M // (TILE_ROWS * (size if form == "any2" else 1)))
+    row_tiles = -(-M // (TILE_ROWS * (size if form == "any" else 1)))
     tiles = row_tiles * col_tiles
     grid = size * min(tiles, launch.multiprocessors(x.device) // size)
-    tensors = (dy, folded, folded, x, x, out, x, mean, rstd, delta)
+    tensors = (dy, folded, folded, x, x, out, out if add is None else add, x, mean, rstd, delta)
     kernel(grid, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, -(-N // STEP))
     return out
 

@@ -2,7 +2,9 @@
 
     g = dy W'                                   gradient at xhat = rstd * (x - mean); W' holds the norm's weight
     delta = mean_k(g * xhat)
-    dx = rstd * (g - xhat * delta)              for layer norm W' has centred rows, so that mean_k(g) = 0 already
+    dx = rstd * (g - xhat * delta) + add        for layer norm W' has centred rows, so that mean_k(g) = 0 already
+
+add is a further gradient of x, of the residual stream that x comes from, or absent; the sum is rounded once.
 
 As sum_k(g) = 0, sum_k(g * xhat) is rstd * sum_k(g * x), without the mean.
 
@@ -11,15 +13,15 @@ is known before, from dy and the saved y, and a row may be spread over any numbe
 
 Partitions of a CTA, which works on tiles of 128 rows:
 
-    loader      one warp; TMA copies into a ring of slots: first the operands of the product, then x, 64 rows a slot
+    loader      one warp; TMA copies into a ring of slots: first the operands of the product, then x, 64 rows a slot, then
+                add, 64 columns of both consumers a slot
     consumers   two warpgroups of 64 rows each, which share slots but never wait for each other: one's epilogue runs
                 under the other's matrix products
 
-With RES, W' stays in shared memory and slots hold 64 columns of dy or of x, for both consumers. With AMC, one multicast
-brings dy to both CTAs of a row; with MC = 2, one brings W' to two CTAs that share columns.
+With MC = 2, one multicast brings W' to two CTAs that share columns.
 
 x reaches registers as soon as it arrives, packed as it is, and its slot goes back to the loader before the epilogue. So
-192 of a thread's 240 registers hold g and x, and the epilogue works in chunks of 64 columns.
+192 of a thread's 240 registers hold g and x, and the epilogue works in chunks of 64 columns, which is how add comes.
 
 Layout facts: W' is read as it lies, [N, K], with the summed dimension outside (wgmma transposes). Splitting an
 accumulator into chunks moves no value to another thread. A thread holds columns 2 (lane % 4) + {0, 1} + 8 j of rows
@@ -196,73 +198,87 @@ def load(desc0, desc1, row, col, width: gl.constexpr, bar, b0, b1, P1: gl.conste
 
 
 @gluon.jit
-def rows_in(b_s, slot, desc):
-    """A slot of W' as a place for rows, which are split over the cluster where W' is not."""
-    return b_s.index(slot).reinterpret(desc.dtype, desc.block_shape, desc.layout)
+def rows_in(buffers, i, desc):
+    """A buffer as a place for rows, which are split over the cluster where those of W' or dy are not."""
+    return buffers.index(i).reinterpret(desc.dtype, desc.block_shape, desc.layout)
 
 
 @gluon.jit
-def release(free, both, slot, SHARED: gl.constexpr):
+def chunk_column(col, i: gl.constexpr, NC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr):
+    """Where chunk i of a CTA's columns is. The two chunks of a cluster are one tile to TMA, which takes the second CTA's
+    to be one chunk further; it is P0 or P1 further and the rest is added here."""
+    rank = 0
+    if NC > 1:
+        rank = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
+    if i * CHUNK < P0:
+        return col + rank * (P0 - CHUNK) + i * CHUNK
+    else:
+        return col + NC * P0 + rank * (P1 - CHUNK) + (i * CHUNK - P0)
+
+
+@gluon.jit
+def await_free(free0, free1, both, slot, phase, MC: gl.constexpr):
+    mbarrier.wait(free0.index(slot), phase ^ 1)
+    mbarrier.wait(free1.index(slot), phase ^ 1)
+    if MC > 1:
+        mbarrier.wait(both.index(slot), phase ^ 1)
+
+
+@gluon.jit
+def release(free, both, slot, MC: gl.constexpr):
     mbarrier.arrive(free.index(slot))
-    if SHARED:
+    if MC > 1:
         mbarrier.arrive(both.index(slot))
 
 
 @gluon.jit
 def loader(
-    dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, stays, both, tiles,
-    col_tiles, steps, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
-    SLOTS: gl.constexpr, RES: gl.constexpr,
+    dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s, full, free0, free1, both, tiles, col_tiles,
+    steps, NC: gl.constexpr, MC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    ADD: gl.constexpr,
 ):  # fmt: skip
     width: gl.constexpr = NC * P0
-    x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)
-    w_bytes: gl.constexpr = x_bytes if RES == 0 else 0
+    x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)  # as of a step's W'
     slot = 0
     phase = 0
-    if RES > 0:
-        mbarrier.expect(stays, RES * w0_desc.nbytes_per_cta)
-        for i in gl.static_range(RES):
-            tma.async_load(w0_desc, [i * STEP, 0], stays, b0_s.index(i))
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         row = (tile // col_tiles) * (2 * MC * ROWS)
         col = (tile % col_tiles) * (NC * (P0 + P1))
         for step in range(steps):
-            mbarrier.wait(free0.index(slot), phase ^ 1)
-            mbarrier.wait(free1.index(slot), phase ^ 1)
-            if MC > 1 or AMC:
-                mbarrier.wait(both.index(slot), phase ^ 1)
+            await_free(free0, free1, both, slot, phase, MC)
             bar = full.index(slot)
-            mbarrier.expect(bar, w_bytes + 2 * dy_desc.nbytes_per_cta)
-            tma.async_load(dy_desc, [row, step * STEP], bar, a_s.index(2 * slot), multicast=AMC)
+            mbarrier.expect(bar, x_bytes + 2 * dy_desc.nbytes_per_cta)
+            tma.async_load(dy_desc, [row, step * STEP], bar, a_s.index(2 * slot))
             if MC > 1:
                 tma.async_load(w0_desc, [step * STEP, col], bar, b0_s.index(slot), multicast=True)
-            elif RES == 0:
-                load(w0_desc, w1_desc, step * STEP, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
-            tma.async_load(dy_desc, [row + MC * ROWS, step * STEP], bar, a_s.index(2 * slot + 1), multicast=AMC)
-            slot, phase = advance(slot, phase, SLOTS)
-        for part in gl.static_range(2 if RES == 0 else P0 // CHUNK):
-            mbarrier.wait(free0.index(slot), phase ^ 1)
-            mbarrier.wait(free1.index(slot), phase ^ 1)
-            if MC > 1 or AMC:
-                mbarrier.wait(both.index(slot), phase ^ 1)
-            bar = full.index(slot)
-            if RES == 0:
-                mbarrier.expect(bar, x_bytes)
-                if MC > 1:
-                    tma.async_load(x0_desc, [row + part * MC * ROWS, col], bar, rows_in(b0_s, slot, x0_desc))
-                else:
-                    load(x0_desc, x1_desc, row + part * ROWS, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
             else:
-                mbarrier.expect(bar, 2 * x_bytes)
-                tma.async_load(x0_desc, [row, part * CHUNK], bar, a_s.index(2 * slot))
-                tma.async_load(x0_desc, [row + ROWS, part * CHUNK], bar, a_s.index(2 * slot + 1))
+                load(w0_desc, w1_desc, step * STEP, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
+            tma.async_load(dy_desc, [row + MC * ROWS, step * STEP], bar, a_s.index(2 * slot + 1))
             slot, phase = advance(slot, phase, SLOTS)
+        for part in gl.static_range(2):
+            await_free(free0, free1, both, slot, phase, MC)
+            bar = full.index(slot)
+            mbarrier.expect(bar, x_bytes)
+            if MC > 1:
+                tma.async_load(x0_desc, [row + part * MC * ROWS, col], bar, rows_in(b0_s, slot, x0_desc))
+            else:
+                load(x0_desc, x1_desc, row + part * ROWS, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
+            slot, phase = advance(slot, phase, SLOTS)
+        if ADD:
+            for i in gl.static_range((P0 + P1) // CHUNK):
+                await_free(free0, free1, both, slot, phase, MC)
+                bar = full.index(slot)
+                mbarrier.expect(bar, 2 * add_desc.nbytes_per_cta)
+                at = chunk_column(col, i, NC, P0, P1)
+                tma.async_load(add_desc, [row, at], bar, rows_in(a_s, 2 * slot, add_desc))
+                tma.async_load(add_desc, [row + MC * ROWS, at], bar, rows_in(a_s, 2 * slot + 1, add_desc))
+                slot, phase = advance(slot, phase, SLOTS)
 
 
 @gluon.jit
 def product(
-    a_s, b0_s, b1_s, full, free, both, slot, phase, steps, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr,
-    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, RES: gl.constexpr,
+    a_s, b0_s, b1_s, full, free, both, slot, phase, steps,
+    NC: gl.constexpr, MC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """g of 64 rows in one or two parts (without a second part that one is the first again)."""
     acc0 = gl.zeros([ROWS * MC, NC * P0], gl.float32, accumulator_layout(NC, MC, P0))
@@ -272,7 +288,7 @@ def product(
     for step in range(steps):
         mbarrier.wait(full.index(slot), phase)
         a = a_s.index(2 * slot + W)
-        acc0 = warpgroup_mma(a, b0_s.index(step if RES > 0 else slot), acc0, use_acc=step > 0, is_async=True)
+        acc0 = warpgroup_mma(a, b0_s.index(slot), acc0, use_acc=step > 0, is_async=True)
         if P1 > 0:
             acc1 = warpgroup_mma(a, b1_s.index(slot), acc1, use_acc=step > 0, is_async=True)
             acc0, acc1 = warpgroup_mma_wait(2, deps=(acc0, acc1))
@@ -281,47 +297,33 @@ def product(
         # Triton 3.9 treats a variable that remembers the slot across iterations as loop-invariant.
         last = gl.where(slot == 0, SLOTS - 1, slot - 1)
         mbarrier.arrive(free.index(last), pred=step > 0)
-        if MC > 1 or AMC:
+        if MC > 1:
             mbarrier.arrive(both.index(last), pred=step > 0)
         slot, phase = advance(slot, phase, SLOTS)
     if P1 > 0:
         acc0, acc1 = warpgroup_mma_wait(0, deps=(acc0, acc1))
     else:
         acc0 = warpgroup_mma_wait(0, deps=(acc0,))
-    release(free, both, gl.where(slot == 0, SLOTS - 1, slot - 1), MC > 1 or AMC)
+    release(free, both, gl.where(slot == 0, SLOTS - 1, slot - 1), MC)
     return columns_of(acc0, acc1 if P1 > 0 else acc0, NC, P0, P1), slot, phase
 
 
 @gluon.jit
-def pass_on(full, free, both, slot, phase, SLOTS: gl.constexpr, SHARED: gl.constexpr):
+def pass_on(full, free, both, slot, phase, MC: gl.constexpr, SLOTS: gl.constexpr):
     """A slot that is meant for the other consumer."""
     mbarrier.wait(full.index(slot), phase)
-    release(free, both, slot, SHARED)
+    release(free, both, slot, MC)
     return advance(slot, phase, SLOTS)
 
 
 @gluon.jit
-def take_chunks(a_s, full, free, slot, phase, W: gl.constexpr, P0: gl.constexpr, SLOTS: gl.constexpr):
-    """Where W' stays: this consumer's 64 rows of x as they are. A slot holds 64 columns of both consumers' rows."""
-    x = None
-    for _ in gl.static_range(P0 // CHUNK):
-        mbarrier.wait(full.index(slot), phase)
-        chunk = chunks(a_s.index(2 * slot + W).load(accumulator_layout(1, 1, CHUNK)).reshape([ROWS, 1, CHUNK]))
-        x = chunk if x is None else x + chunk
-        fence_async_shared()
-        mbarrier.arrive(free.index(slot))
-        slot, phase = advance(slot, phase, SLOTS)
-    return x, slot, phase
-
-
-@gluon.jit
 def take_rows(
-    x_desc, b0_s, b1_s, full, free, both, slot, phase, NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr,
-    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    x_desc, b0_s, b1_s, full, free, both, slot, phase,
+    NC: gl.constexpr, MC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """This consumer's 64 rows of x, as they are."""
     if W == 1:
-        slot, phase = pass_on(full, free, both, slot, phase, SLOTS, MC > 1 or AMC)
+        slot, phase = pass_on(full, free, both, slot, phase, MC, SLOTS)
     mbarrier.wait(full.index(slot), phase)
     if MC > 1:
         t0 = rows_in(b0_s, slot, x_desc).load(accumulator_layout(NC, MC, P0))
@@ -331,11 +333,24 @@ def take_rows(
     if P1 > 0:
         t1 = b1_s.index(slot).load(accumulator_layout(NC, 1, P1))
     fence_async_shared()
-    release(free, both, slot, MC > 1 or AMC)
+    release(free, both, slot, MC)
     slot, phase = advance(slot, phase, SLOTS)
     if W == 0:
-        slot, phase = pass_on(full, free, both, slot, phase, SLOTS, MC > 1 or AMC)
+        slot, phase = pass_on(full, free, both, slot, phase, MC, SLOTS)
     return columns_of(t0, t1, NC, P0, P1), slot, phase
+
+
+@gluon.jit
+def take_chunk(
+    desc, a_s, full, free, both, slot, phase, NC: gl.constexpr, MC: gl.constexpr, W: gl.constexpr, SLOTS: gl.constexpr
+):
+    """The next 64 columns of add."""
+    mbarrier.wait(full.index(slot), phase)
+    t = rows_in(a_s, 2 * slot + W, desc).load(accumulator_layout(NC, MC, CHUNK))
+    fence_async_shared()
+    release(free, both, slot, MC)
+    slot, phase = advance(slot, phase, SLOTS)
+    return chunks(t.reshape([ROWS * MC, NC, CHUNK]))[0], slot, phase
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------
@@ -346,36 +361,26 @@ def store_chunk(
     values, desc, buffers, row, col,
     i: gl.constexpr, NC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
 ):  # fmt: skip
-    """Chunk i of a CTA's columns. The two chunks of a cluster's tile lie side by side in shared memory and P0 or P1
-    apart in memory: TMA places the second CTA's one chunk further, the rest is added here."""
-    rank = 0
-    if NC > 1:
-        rank = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     buffer = buffers.index(W * BUFFERS + i % BUFFERS)
     tma.store_wait(BUFFERS - 1)
     gl.barrier()
     buffer.store(values.to(desc.dtype).reshape([values.shape[0], NC * CHUNK]))
     fence_async_shared()
     gl.barrier()
-    if i * CHUNK < P0:
-        tma.async_store(desc, [row, col + rank * (P0 - CHUNK) + i * CHUNK], buffer)
-    else:
-        tma.async_store(desc, [row, col + NC * P0 + rank * (P1 - CHUNK) + (i * CHUNK - P0)], buffer)
+    tma.async_store(desc, [row, chunk_column(col, i, NC, P0, P1)], buffer)
 
 
 @gluon.jit
 def consumer(
-    a_s, b0_s, b1_s, c_s, full, free, free0, stays, both, x_desc, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr,
+    a_s, b0_s, b1_s, c_s, full, free, free0, both, x_desc, messages, arrived, dx_desc, x_ptr, mean_ptr, rstd_ptr,
     delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps,
-    NC: gl.constexpr, MC: gl.constexpr, AMC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
-    SLOTS: gl.constexpr, SKEW: gl.constexpr, LAYER: gl.constexpr, WHOLE: gl.constexpr, RES: gl.constexpr,
+    NC: gl.constexpr, MC: gl.constexpr, W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    SKEW: gl.constexpr, LAYER: gl.constexpr, WHOLE: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     R: gl.constexpr = gl.SliceLayout(2, chunk_layout(NC, MC))
     slot = 0
     phase = 0
     count = 0
-    if RES > 0:
-        mbarrier.wait(stays, 0)
     if W == 1 and SKEW > 0:
         mbarrier.wait(free0.index(SKEW - 1), 0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -390,15 +395,8 @@ def consumer(
             mean = gl.load(mean_ptr + rows, mask=live, other=0.0)
         if not WHOLE:
             delta = gl.load(delta_ptr + rows, mask=live, other=0.0)
-        g, slot, phase = product(
-            a_s, b0_s, b1_s, full, free, both, slot, phase, steps, NC, MC, AMC, W, P0, P1, SLOTS, RES
-        )  # fmt: skip
-        if RES > 0:
-            x, slot, phase = take_chunks(a_s, full, free, slot, phase, W, P0, SLOTS)
-        else:
-            x, slot, phase = take_rows(
-                x_desc, b0_s, b1_s, full, free, both, slot, phase, NC, MC, AMC, W, P0, P1, SLOTS
-            )  # fmt: skip
+        g, slot, phase = product(a_s, b0_s, b1_s, full, free, both, slot, phase, steps, NC, MC, W, P0, P1, SLOTS)
+        x, slot, phase = take_rows(x_desc, b0_s, b1_s, full, free, both, slot, phase, NC, MC, W, P0, P1, SLOTS)
         if WHOLE:
             dot = gl.zeros([ROWS, NC, 4], gl.float32, lane_layout(NC, 1))
             for i in gl.static_range(len(g)):
@@ -419,6 +417,9 @@ def consumer(
             else:
                 v = v * slope[:, :, None]
             v = g[i] * rstd[:, :, None] + v
+            if ADD:
+                more, slot, phase = take_chunk(dx_desc, a_s, full, free, both, slot, phase, NC, MC, W, SLOTS)
+                v += widen(more)
             store_chunk(v, dx_desc, c_s, row, col, i, NC, W, P0, P1)
         count += 1
     tma.store_wait(0)
@@ -432,6 +433,7 @@ def dx_kernel(
     x0_desc,  # [M, K]
     x1_desc,
     dx_desc,  # [M, K]
+    add_desc,  # [M, K], read with ADD
     x_ptr,  # x again, for the first element of a row
     mean_ptr,  # [M] fp32, relative to that element (layer norm)
     rstd_ptr,  # [M] fp32
@@ -444,18 +446,17 @@ def dx_kernel(
     steps,
     NC: gl.constexpr,  # CTAs of a cluster that share rows
     MC: gl.constexpr,  # CTAs of a cluster that share columns: W' is multicast to them
-    AMC: gl.constexpr,  # with NC > 1: dy is multicast
     P0: gl.constexpr,
     P1: gl.constexpr,
     SLOTS: gl.constexpr,
     SKEW: gl.constexpr,  # slots that the second consumer starts behind the first
     LAYER: gl.constexpr,
     WHOLE: gl.constexpr,
-    RES: gl.constexpr,  # steps of W' that stay in shared memory: all, for one column tile; 0: none
+    ADD: gl.constexpr,
 ):
     dtype: gl.constexpr = dy_desc.dtype
     a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS * MC, STEP], dy_desc.layout)
-    b0_s = gl.allocate_shared_memory(dtype, [RES if RES > 0 else SLOTS, STEP, NC * P0], w0_desc.layout)
+    b0_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, NC * P0], w0_desc.layout)
     b1_s = b0_s
     if P1 > 0:
         b1_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, NC * P1], w1_desc.layout)
@@ -467,12 +468,8 @@ def dx_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free0.index(i), count=1)
         mbarrier.init(free1.index(i), count=1)
-    stays = full.index(0)
-    if RES > 0:
-        stays = mbarrier.allocate_mbarrier()
-        mbarrier.init(stays, count=1)
     both = full
-    if MC > 1 or AMC:  # in the first CTA, which issues the multicasts: the slot is free in all
+    if MC > 1:  # in the first CTA, which issues the multicasts: the slot is free in all
         both = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout(cga_layout=[[0]]))
         for i in gl.static_range(SLOTS):
             mbarrier.init(both.index(i), count=2)
@@ -488,14 +485,14 @@ def dx_kernel(
         cluster.barrier()
     gl.warp_specialize(
         [
-            (consumer, (a_s, b0_s, b1_s, c_s, full, free0, free0, stays, both, x0_desc, messages, arrived, dx_desc,
-                        x_ptr, mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
-                        AMC, gl.constexpr(0), P0, P1, SLOTS, SKEW, LAYER, WHOLE, RES)),
-            (consumer, (a_s, b0_s, b1_s, c_s, full, free1, free0, stays, both, x0_desc, messages, arrived, dx_desc,
-                        x_ptr, mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
-                        AMC, gl.constexpr(1), P0, P1, SLOTS, SKEW, LAYER, WHOLE, RES)),
-            (loader, (dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, a_s, b0_s, b1_s, full, free0, free1, stays, both,
-                      tiles, col_tiles, steps, NC, MC, AMC, P0, P1, SLOTS, RES)),
+            (consumer, (a_s, b0_s, b1_s, c_s, full, free0, free0, both, x0_desc, messages, arrived, dx_desc, x_ptr,
+                        mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
+                        gl.constexpr(0), P0, P1, SLOTS, SKEW, LAYER, WHOLE, ADD)),
+            (consumer, (a_s, b0_s, b1_s, c_s, full, free1, free0, both, x0_desc, messages, arrived, dx_desc, x_ptr,
+                        mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
+                        gl.constexpr(1), P0, P1, SLOTS, SKEW, LAYER, WHOLE, ADD)),
+            (loader, (dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s, full, free0, free1, both,
+                      tiles, col_tiles, steps, NC, MC, P0, P1, SLOTS, ADD)),
         ],
         [4, 1],
         [240, 24],
@@ -529,18 +526,13 @@ def row_dots_kernel(
     tl.store(delta_ptr + rows, tl.sum(total, 1), mask=live)
 
 
-# Forms by the longest row that they take: (NC, MC, AMC, P0, P1, slots, skew, steps of W' that stay).
+# Forms by the longest row that they take: (NC, MC, P0, P1, slots, skew).
 FORMS = {
-    "128_4": (1, 1, False, 128, 0, 8, 0, 4),
-    "256_4": (1, 1, False, 256, 0, 4, 0, 4),
-    "128": (1, 1, False, 128, 0, 5, 2, 0),
-    "256": (1, 1, False, 256, 0, 4, 2, 0),
-    "384": (2, 1, False, 128, 64, 4, 2, 0),
-    "512": (2, 1, False, 256, 0, 4, 2, 0),
-    "any": (1, 1, False, 256, 0, 4, 2, 0),
-    "384a": (2, 1, True, 128, 64, 4, 2, 0),
-    "512a": (2, 1, True, 256, 0, 4, 2, 0),
-    "any2": (1, 2, False, 256, 0, 4, 2, 0),
+    "128": (1, 1, 128, 0, 5, 2),
+    "256": (1, 1, 256, 0, 4, 2),
+    "384": (2, 1, 128, 64, 4, 2),
+    "512": (2, 1, 256, 0, 4, 2),
+    "any": (1, 2, 256, 0, 4, 2),
 }
 
 
@@ -551,22 +543,28 @@ def layouts(nc, mc):
     return (gl.NVMMASharedLayout(128, 16, 2, cga_layout=split) for split in splits)
 
 
+def variant(dtype, norm, form, add):
+    nc, mc, p0, p1, slots, skew = FORMS[form]
+    dy, w, rows = layouts(nc, mc)
+    args = {"dy_desc": Tile(dtype, (64 * mc, 64), dy)}
+    args |= {f"w{i}_desc": Tile(dtype, (64, nc * (p or p0)), w) for i, p in enumerate((p0, p1))}
+    args |= {f"x{i}_desc": Tile(dtype, (64 * mc, nc * (p or p0)), rows) for i, p in enumerate((p0, p1))}
+    args |= {name: Tile(dtype, (64 * mc, nc * 64), rows) for name in ("dx_desc", "add_desc")}
+    args |= {"x_ptr": f"*{dtype}", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "delta_ptr": "*fp32"}
+    args |= {"stride_x": "i64", "M": "i32", "inverse_k": "fp32"}
+    args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32"}
+    args |= {"NC": nc, "MC": mc, "P0": p0, "P1": p1, "SLOTS": slots, "SKEW": skew}
+    args |= {"LAYER": norm == "layer", "WHOLE": form != "any", "ADD": add}
+    name = f"dx_{norm}_{dtype}_{form}{'_add' if add else ''}"
+    return Variant(name, dx_kernel, args, num_ctas=nc * mc, maxnreg=168)
+
+
 def variants():
     for dtype in ("bf16", "fp16"):
         for norm in ("rms", "layer"):
-            for form, (nc, mc, amc, p0, p1, slots, skew, res) in FORMS.items():
-                dy, w, rows = layouts(nc, mc)
-                args = {"dy_desc": Tile(dtype, (64 * mc, 64), dy)}
-                args |= {f"w{i}_desc": Tile(dtype, (64, nc * (p or p0)), w) for i, p in enumerate((p0, p1))}
-                widths = (64, 64) if res else (nc * p0, nc * (p1 or p0))
-                args |= {f"x{i}_desc": Tile(dtype, (64 * mc, width), rows) for i, width in enumerate(widths)}
-                args |= {"dx_desc": Tile(dtype, (64 * mc, nc * 64), rows)}
-                args |= {"x_ptr": f"*{dtype}", "mean_ptr": "*fp32", "rstd_ptr": "*fp32", "delta_ptr": "*fp32"}
-                args |= {"stride_x": "i64", "M": "i32", "inverse_k": "fp32"}
-                args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32"}
-                args |= {"NC": nc, "MC": mc, "AMC": amc, "P0": p0, "P1": p1, "SLOTS": slots, "SKEW": skew}
-                args |= {"LAYER": norm == "layer", "WHOLE": not form.startswith("any"), "RES": res}
-                yield Variant(f"dx_{norm}_{dtype}_{form}", dx_kernel, args, num_ctas=nc * mc, maxnreg=168)
+            for form in FORMS:
+                for add in (False, True):
+                    yield variant(dtype, norm, form, add)
 
 
 def row_dots_variants():

@@ -16,9 +16,6 @@ FOLD_BLOCKS = {512: 4, 2048: 1, 8192: 1}  # longest row -> rows per block
 TILE_ROWS = 128
 WIDTHS = (256, 384)  # columns of a tile, 128 where N is no more
 RESIDENT_K = {128: 384, 256: 256}  # columns of a tile -> longest row of W of which so many stay in shared memory
-# On an H200 layer norm missed the tolerance rule without affine parameters and in part of the backward. `centred` in
-# fold_kernels.py has been mended since; to be allowed again once tests/gpu passes with it.
-LAYER_NORM = "its layer norm has not passed the accuracy tests on a GPU yet"
 L2_BYTES = 18e6  # of x that may wait in L2 for further tiles without being read again, measured on an H200
 
 
@@ -40,14 +37,13 @@ class Lazy:
 
     name = "lazy"
     provider = "hopper"
+    adds_gradient = True
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op != "norm_linear":
             return f"it serves norm_linear, not {problem.op}; use technique='separate'"
         if problem.device != "cuda":
             return f"its kernels need a CUDA device and the tensors are on {problem.device}; use backend='unfused'"
-        if problem.norm == "layer":
-            return f"{LAYER_NORM}; use technique='separate' or technique='triton/lazy'"
         reason = launch.why_not(problem.arch) or shape_reason(problem)
         if reason is None and problem.K > MAX_K:
             reason = f"it stops at {MAX_K} in-features and x has {problem.K}; use technique='separate'"
@@ -62,8 +58,10 @@ class Lazy:
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
         from recsys_norm.kernels.hopper.backward import backward
 
-        with on_device_of(grads[0]):
-            return backward(problem.norm, saved, grads[0], needs)
+        eps = resolve_eps(problem.eps, problem.dtype)
+        dy, add = grads if len(grads) == 2 else (grads[0], None)
+        with on_device_of(dy):
+            return backward(problem.norm, eps, saved, dy, needs, add)
 
 
 def aligned(t: Tensor) -> Tensor:

@@ -20,7 +20,6 @@ WIDE = 256  # columns per CTA where W streams through shared memory
 NARROW = 128  # columns per CTA where its slice of W stays in shared memory
 RESIDENT_K = (256, 384)  # longest rows of W of which 128 stay in shared memory, and leave room for enough stages
 RESIDENT_GROUP = 4  # CTAs that share a row there
-MAX_VALUES = 2**31  # a test of more failed on a GPU
 MAX_FEATURES = MAX_GROUP * WIDE
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in postnorm_kernels.py
 _HAT, _SUM, _AFTER, _SAVE = 1, 2, 4, 8  # bits of `form`, likewise
@@ -57,11 +56,6 @@ class Cluster:
             reason = (
                 f"a group of {MAX_GROUP} blocks holds {MAX_FEATURES} out-features and the weight has {problem.N}; "
                 "use technique='separate'"
-            )
-        if reason is None and problem.M * max(problem.K, problem.N) >= MAX_VALUES:
-            reason = (
-                f"its addresses are proven up to {MAX_VALUES} values and x or y has "
-                f"{problem.M * max(problem.K, problem.N)}; use technique='separate'"
             )
         return reason or (cannot_run(problem) if problem.training else None)
 

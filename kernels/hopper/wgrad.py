@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,9 @@ TILE_ROWS = 128
 TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then what is wider
 FINISH = {"few": 32, "many": 8}  # rows of dW that a program finishes
 FINISH_COLUMNS = 64
+NORM_COLUMNS = 32
 MANY_SPLITS = 6
+BELOW_ONE = 1 - 1e-6
 
 
 class Plan(NamedTuple):
@@ -53,25 +56,30 @@ def makes_row_dots(dtype: torch.dtype) -> bool:
 
 
 class Gradients(NamedTuple):
-    """dweight has the weight's dtype, the others are fp32."""
+    """All in the parameters' dtype, or fp32 if they have several. None shares memory with another: an op may not return
+    such."""
 
     dweight: Tensor
     dbias: Tensor
-    dgamma: Tensor
-    dbeta: Tensor
+    dgamma: Tensor | None  # None if not asked for
+    dbeta: Tensor | None  # None if not asked for, or for RMSNorm
 
 
 def gradients(
     dy: Tensor,  # [M, N], bf16 or fp16
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]
+    bias: Tensor | None,
     gamma: Tensor | None,
     beta: Tensor | None,
     mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
     rstd: Tensor,  # [M] fp32
+    eps: float,  # in rstd
     row_dots: RowDots | None = None,
+    affine: bool = True,  # those of gamma and beta too
 ) -> Gradients:
-    """Of weight, bias, gamma and beta; those of absent parameters are what they would be for gamma = 1, beta = 0."""
+    """Of weight, bias, gamma and, for layer norm, beta; those of absent parameters are what they would be for gamma = 1,
+    beta = 0."""
     dy, x = tma_ready(dy), tma_ready(x)
     (M, N), K = dy.shape, x.shape[1]
     p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
@@ -80,25 +88,30 @@ def gradients(
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
     y, offset, delta = row_dots or RowDots(dy, None, None)
     kernel = launch.get(f"dw_split_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
-    tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta)
-    kernel(p.tiles * p.splits, *tensors, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
-    return _finish(partial, sums, weight, gamma, beta, norm)
+    limit = BELOW_ONE / math.sqrt(eps) if eps > 0 else math.inf
+    tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta, x)
+    kernel(p.tiles * p.splits, *tensors, x.stride(0), limit, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
+    if any(t is not None and t.dtype != weight.dtype for t in (bias, gamma, beta)):
+        weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))
+    return _finish(partial, sums, weight, gamma, beta, norm, affine)
 
 
 def _finish(
-    partial: Tensor, sums: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, norm: str
+    partial: Tensor, sums: Tensor, weight: Tensor, gamma: Tensor | None, beta: Tensor | None, norm: str, affine: bool
 ) -> Gradients:
     splits, N, K = partial.shape
-    if any(t is not None and t.dtype != weight.dtype for t in (gamma, beta)):
-        weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))
     weight, gamma, beta = (None if t is None else aligned(t.contiguous()) for t in (weight, gamma, beta))
     form = "many" if splits >= MANY_SPLITS else "few"
     row_blocks = -(-N // FINISH[form])
     dweight = torch.empty_like(weight)
-    dbias = torch.empty(N, device=weight.device, dtype=torch.float32)
+    dbias = weight.new_empty(N)
     norms = torch.empty(row_blocks, 2, K, device=weight.device, dtype=torch.float32)
     kernel = launch.get(f"dw_split_finish_{norm}_{NAMES[weight.dtype]}_{form}")
     grid = (row_blocks, -(-K // FINISH_COLUMNS), 1)
     kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums))
-    dgamma, dbeta = norms.sum(0)
+    if not affine:
+        return Gradients(dweight, dbias, None, None)
+    dgamma, dbeta = weight.new_empty(K), weight.new_empty(K) if norm == "layer" else None
+    kernel = launch.get(f"dw_split_norms_{norm}_{NAMES[weight.dtype]}")
+    kernel(-(-K // NORM_COLUMNS), norms, dgamma, dbeta, row_blocks, K)
     return Gradients(dweight, dbias, dgamma, dbeta)

@@ -6,7 +6,8 @@
     with s = sum_m dy_m
 
 raw_n0 is the sum of the first elements times P, so that raw_n0 + sum_m mean_m P_mn takes away the whole mean, and with
-it what a large mean costs the accumulators in rounding: that is nearly the same for all k.
+it what a large mean costs the accumulators in rounding: that is nearly the same for all k. A row of equal values far
+from zero would cost more than that, by rstd = 1 / sqrt(eps), and has nothing to give: its P is 0.
 
 P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
 ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
@@ -20,9 +21,9 @@ Partitions of a CTA, which owns one tile of dW' and a range of rows:
     row_dots    with DELTA, 2 warps and a loader of their own: sum_n dy_mn (y_mn - b'_n) = sum_k(g * xhat) for the
                 gradient of x, a pass over dy and y that costs as much as a norm and here runs under the products
 
-`dw_kernel` writes fp32 partials, `finish_kernel` adds them up, always in the same order, and applies the affine part. A
-thread of the A operand holds values of the columns n and n + 8; in the order of its registers bit 0 is m + 1, bit 1 is
-n + 8 and bit 2 is m + 8.
+`dw_kernel` writes fp32 partials, `finish_kernel` adds them up, always in the same order, and applies the affine part,
+`norms_kernel` does the last sum of dgamma and dbeta. A thread of the A operand holds values of the columns n and n + 8;
+in the order of its registers bit 0 is m + 1, bit 1 is n + 8 and bit 2 is m + 8.
 """
 
 import triton
@@ -75,6 +76,15 @@ def sum_asm(outputs, inputs):
 
 
 @gluon.jit
+def without_constant_rows(rstd, rows, x_ptr, stride_x, limit):
+    """rstd, 0 where all values of a row are equal and far from zero. `limit` is just below 1 / sqrt(eps): rstd above it
+    means a variance of less than 2e-6 eps, and up to 8192 16-bit numbers of more than 512 sqrt(eps) that are not all
+    equal vary by more. Only such rows are read."""
+    first = gl.load(x_ptr + rows.to(gl.int64) * stride_x, mask=rstd > limit, other=0.0)
+    return gl.where((rstd > limit) & (gl.abs(first.to(gl.float32)) * rstd > 512.0), 0.0, rstd)
+
+
+@gluon.jit
 def split_rstd(rstd, high_s, low_s, slot):
     """fp32 values as the sum of two of bf16; as they are for fp16, which has not the range for the parts."""
     high = rstd.to(high_s.dtype)
@@ -85,8 +95,8 @@ def split_rstd(rstd, high_s, low_s, slot):
 
 @gluon.jit
 def loader(
-    dy_desc, x0_desc, x1_desc, rstd_ptr, mean_ptr, a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free0, free1, M, n, k,
-    first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
+    dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s, high_s, low_s, mean_s, full,
+    free0, free1, M, n, k, first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -107,6 +117,8 @@ def loader(
         tma.async_load(x0_desc, [m, k], bar, b0_s.index(slot))
         if P1 > 0:
             tma.async_load(x1_desc, [m, k + P0], bar, b1_s.index(slot))
+        if LAYER:
+            rstd = without_constant_rows(rstd, rows, x_ptr, stride_x, limit)
         split_rstd(rstd, high_s, low_s, slot)
         if LAYER:
             mean_s.index(slot).store(mean)
@@ -273,6 +285,9 @@ def dw_kernel(
     dots_y_desc,  # [M, N]
     offset_ptr,  # [N] fp32: b'
     delta_ptr,  # [M] fp32
+    x_ptr,  # x again, for the first element of a row (layer norm)
+    stride_x,
+    limit,  # just below 1 / sqrt(eps)
     M,
     N,
     K,
@@ -332,8 +347,8 @@ def dw_kernel(
                             steps, share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, first, steps, tile, tiles)),
                 (dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, first, steps, tile, tiles)),
-                (loader, (dy_desc, x0_desc, x1_desc, rstd_ptr, mean_ptr, a_s, b0_s, b1_s, high_s, low_s, mean_s,
-                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s,
+                          high_s, low_s, mean_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
             ],
             [4, 2, 1, 1],
             [216, 72, 72, 72],
@@ -345,8 +360,8 @@ def dw_kernel(
                             steps, share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free1, partial_ptr, sums_ptr, n, k, N, K,
                             steps, share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
-                (loader, (dy_desc, x0_desc, x1_desc, rstd_ptr, mean_ptr, a_s, b0_s, b1_s, high_s, low_s, mean_s,
-                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s,
+                          high_s, low_s, mean_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
             ],
             [4, 1],
             [240, 24],
@@ -360,8 +375,8 @@ def finish_kernel(
     weight_ptr,  # [N, K]
     gamma_ptr,  # [K] or null, like beta in the weight's dtype
     beta_ptr,  # [K] or null
-    dweight_ptr,  # [N, K]
-    dbias_ptr,  # [N] fp32
+    dweight_ptr,  # [N, K], like dbias in the weight's dtype
+    dbias_ptr,  # [N]
     norm_ptr,  # [row blocks, 2, K] fp32: partial dgamma and dbeta
     N,
     K,
@@ -410,7 +425,34 @@ def finish_kernel(
     dweight = total * gamma[None, :] + dy_sum[:, None] * beta[None, :]
     tl.store(dweight_ptr + at, dweight.to(dweight_ptr.dtype.element_ty), mask=keep)
     if tl.program_id(1) == 0:
-        tl.store(dbias_ptr + rows, dy_sum, mask=live)
+        tl.store(dbias_ptr + rows, dy_sum.to(dbias_ptr.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def norms_kernel(
+    norm_ptr,  # [row blocks, 2, K] fp32: partial dgamma and dbeta
+    dgamma_ptr,  # [K]
+    dbeta_ptr,  # [K]; written for layer norm
+    row_blocks,
+    K,
+    LAYER: tl.constexpr,
+    ROWS: tl.constexpr,  # partials added at a time
+    BK: tl.constexpr,
+):
+    cols = tl.program_id(0) * BK + tl.arange(0, BK)
+    inside = cols < K
+    dgamma = tl.zeros((BK,), tl.float32)
+    dbeta = tl.zeros((BK,), tl.float32)
+    for start in range(0, row_blocks, ROWS):
+        blocks = start + tl.arange(0, ROWS)
+        place = norm_ptr + blocks[:, None] * (2 * K) + cols[None, :]
+        mask = (blocks < row_blocks)[:, None] & inside[None, :]
+        dgamma += tl.sum(tl.load(place, mask=mask, other=0.0), 0)
+        if LAYER:
+            dbeta += tl.sum(tl.load(place + K, mask=mask, other=0.0), 0)
+    tl.store(dgamma_ptr + cols, dgamma.to(dgamma_ptr.dtype.element_ty), mask=inside)
+    if LAYER:
+        tl.store(dbeta_ptr + cols, dbeta.to(dbeta_ptr.dtype.element_ty), mask=inside)
 
 
 # Forms by the columns of a tile of dW': (parts, slots, whether delta comes along).
@@ -428,7 +470,15 @@ def product_variants():
                 args |= {"rstd_ptr": "*fp32:16", "mean_ptr": "*fp32:16"}
                 args |= {"partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16"}
                 args |= {"dots_dy_desc": Tile(dtype, (32, 64)), "dots_y_desc": Tile(dtype, (32, 64))}
-                args |= {"offset_ptr": "*fp32:16", "delta_ptr": "*fp32:16", "M": "i32", "N": "i32:8", "K": "i32:8"}
+                args |= {"offset_ptr": "*fp32:16", "delta_ptr": "*fp32:16"}
+                args |= {
+                    "x_ptr": f"*{dtype}",
+                    "stride_x": "i64",
+                    "limit": "fp32",
+                    "M": "i32",
+                    "N": "i32:8",
+                    "K": "i32:8",
+                }
                 args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32", "steps_per_split": "i32"}
                 args |= {"P0": p0, "P1": p1, "SLOTS": slots, "LAYER": norm == "layer", "DELTA": delta}
                 yield Variant(f"dw_split_{norm}_{dtype}_{form}", dw_kernel, args, maxnreg=168)
@@ -440,10 +490,19 @@ def finish_variants():
             for form, (together, bn) in {"few": (2, 32), "many": (8, 8)}.items():
                 args = {"partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16", "weight_ptr": f"*{dtype}:16"}
                 args |= {"gamma_ptr": f"*{dtype}:16", "beta_ptr": f"*{dtype}:16", "dweight_ptr": f"*{dtype}:16"}
-                args |= {"dbias_ptr": "*fp32:16", "norm_ptr": "*fp32:16", "N": "i32:8", "K": "i32:8", "splits": "i32"}
+                args |= {
+                    "dbias_ptr": f"*{dtype}:16",
+                    "norm_ptr": "*fp32:16",
+                    "N": "i32:8",
+                    "K": "i32:8",
+                    "splits": "i32",
+                }
                 args |= {"shares": "i32", "LAYER": norm == "layer", "SPLITS": together}
                 args |= {"SHARES": 32, "BN": bn, "BK": 64}
                 yield Variant(f"dw_split_finish_{norm}_{dtype}_{form}", finish_kernel, args)
+            args = {"norm_ptr": "*fp32:16", "dgamma_ptr": f"*{dtype}:16", "dbeta_ptr": f"*{dtype}:16"}
+            args |= {"row_blocks": "i32", "K": "i32:8", "LAYER": norm == "layer", "ROWS": 32, "BK": 32}
+            yield Variant(f"dw_split_norms_{norm}_{dtype}", norms_kernel, args)
 
 
 VARIANTS = [*product_variants(), *finish_variants()]

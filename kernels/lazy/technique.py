@@ -133,6 +133,7 @@ class Naive:
 
     name = "naive"
     provider = "triton"
+    backward_of = "triton/lazy"
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op != "norm_linear":

@@ -69,7 +69,7 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     spec = problem.attention
     below = any(needs[:3]) or any(needs[5:9])
     result = [None] * 12
-    do = grads[0]
+    do, add = (*grads, None)[:2]
     if spec.post_norm is not None and (below or needs[9] or needs[10]):
         g = norm_backward(
             do.flatten(1),
@@ -93,12 +93,14 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     kn, *_ = _pre(problem, k, k_side)
     dq, dk, dv = _attend_backward(do, qn, kn, v, q_offsets, k_offsets, spec)
     past = do if spec.inner_residual else None
-    if past is not None and q_side is None:
-        dq.add_(past)
-        zero_slack(dq, q_offsets)
+    if q_side is None:
+        for extra in (past, add):
+            if extra is not None:
+                dq.add_(extra)
+                zero_slack(dq, q_offsets)
     q_needs, k_needs = (needs[0], *needs[5:7]), (needs[1], *needs[7:9])
-    result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, past)
-    result[1], result[7], result[8] = _pre_backward(problem, dk, k_side, k_mean, k_rstd, k_needs, None)
+    result[0], result[5], result[6] = _pre_backward(problem, dq, q_side, q_mean, q_rstd, q_needs, past, add)
+    result[1], result[7], result[8] = _pre_backward(problem, dk, k_side, k_mean, k_rstd, k_needs)
     result[2] = dv if needs[2] else None
     return tuple(result)
 
@@ -132,8 +134,17 @@ def _pre(problem: Problem, x: Tensor, side: Normalised | None) -> tuple[Tensor, 
     return out.y.view(x.shape), mean, rstd
 
 
-def _pre_backward(problem: Problem, dy: Tensor, side: Normalised | None, mean, rstd, needs, more: Tensor | None):
-    """(dx, dweight, dbias)."""
+def _pre_backward(
+    problem: Problem,
+    dy: Tensor,
+    side: Normalised | None,
+    mean: Tensor | None,
+    rstd: Tensor | None,
+    needs: tuple[bool, bool, bool],
+    past: Tensor | None = None,
+    add: Tensor | None = None,
+):
+    """(dx, dweight, dbias). `past` is added to dy and `add` to dx, where there is a norm."""
     from recsys_norm.kernels.norm.launch import norm_backward
 
     if not any(needs):
@@ -148,7 +159,8 @@ def _pre_backward(problem: Problem, dy: Tensor, side: Normalised | None, mean, r
         rstd.flatten(),
         side.weight,
         norm=problem.attention.pre_norm,
-        more_dy=None if more is None else _rows(more, width),
+        more_dy=None if past is None else _rows(past, width),
+        dsum=None if add is None else _rows(add, width),
         write_dz=needs[0],
         dweight=problem.param_dtype if needs[1] else None,
         dbias=problem.param_dtype if needs[2] else None,

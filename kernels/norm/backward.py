@@ -15,10 +15,6 @@ import triton.language as tl
 from recsys_norm.kernels.activations import activate_with_slope
 from recsys_norm.kernels.norm.forward import live_rows
 
-# What the extra tensor is: another part of dy, or a gradient of z from elsewhere.
-TO_DY = tl.constexpr(1)
-TO_DZ = tl.constexpr(2)
-
 
 @triton.jit
 def through_activation(dy, hat, weight, bias, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NAME: tl.constexpr):
@@ -60,12 +56,23 @@ def standardized(z, first, mean, rstd, LAYER: tl.constexpr, SHIFT: tl.constexpr)
 
 
 @triton.jit(
-    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads", "reciprocal"],
+    do_not_specialize=[
+        "M",
+        "N",
+        "stride_dy",
+        "stride_z",
+        "stride_more",
+        "stride_dsum",
+        "last",
+        "heads",
+        "reciprocal",
+    ],  # fmt: skip
 )
 def backward_kernel(
     dy_ptr,  # [M, N], row stride stride_dy
     z_ptr,  # [M, N], row stride stride_z: the row before the norm, or zhat itself (HAT)
-    extra_ptr,  # [M, N], row stride stride_extra: see EXTRA
+    more_ptr,  # [M, N], row stride stride_more: another part of dy (MORE)
+    dsum_ptr,  # [M, N], row stride stride_dsum: a gradient of z from elsewhere (DSUM)
     weight_ptr,
     bias_ptr,
     mean_ptr,  # [M] fp32, relative to the row's first element
@@ -78,7 +85,8 @@ def backward_kernel(
     N,
     stride_dy,
     stride_z,
-    stride_extra,
+    stride_more,
+    stride_dsum,
     last,
     heads,
     reciprocal,  # 1 / N
@@ -87,7 +95,8 @@ def backward_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
-    EXTRA: tl.constexpr,
+    MORE: tl.constexpr,
+    DSUM: tl.constexpr,
     CUT: tl.constexpr,
     WRITE_DZ: tl.constexpr,
     WRITE_H: tl.constexpr,
@@ -105,7 +114,8 @@ def backward_kernel(
     N *= VEC
     stride_dy *= VEC
     stride_z *= VEC
-    stride_extra *= VEC
+    stride_more *= VEC
+    stride_dsum *= VEC
     cols = tl.arange(0, BLOCK)[None, :]
     in_row = cols < N
     live = live_rows(M, offsets_ptr, last, heads, CUT)
@@ -127,8 +137,10 @@ def backward_kernel(
         dy = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         hat = tl.load(z_ptr + (rows * stride_z)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         rstd = tl.load(rstd_ptr + rows, mask=rows < live, other=0.0)[:, None]
-        if EXTRA != 0:
-            extra = tl.load(extra_ptr + (rows * stride_extra)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        if MORE:
+            dy += tl.load(more_ptr + (rows * stride_more)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        if DSUM:
+            dsum = tl.load(dsum_ptr + (rows * stride_dsum)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         if not HAT:
             first = rstd
             mean = rstd
@@ -136,8 +148,6 @@ def backward_kernel(
                 first = first_element(hat, z_ptr + rows * stride_z, rows < live, cols, STAGES)
                 mean = tl.load(mean_ptr + rows, mask=rows < live, other=0.0)[:, None]
             hat = standardized(hat, first, mean, rstd, LAYER, SHIFT)
-        if EXTRA == TO_DY:
-            dy += extra
         h, da = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
         if WRITE_H:
             tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=in_tensor)
@@ -152,8 +162,8 @@ def backward_kernel(
             if LAYER:
                 dz = dz - (tl.sum(da, 1) * reciprocal)[:, None]
             dz = dz * rstd
-            if EXTRA == TO_DZ:
-                dz += extra
+            if DSUM:
+                dz += dsum
             if WRITE_DZ:
                 tl.store(dz_ptr + out, dz.to(dz_ptr.dtype.element_ty), mask=in_tensor)
             if SUM_DZ:
@@ -181,12 +191,23 @@ def load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER: tl.constexpr, HAT: tl.
 
 
 @triton.jit(
-    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads", "reciprocal"],
+    do_not_specialize=[
+        "M",
+        "N",
+        "stride_dy",
+        "stride_z",
+        "stride_more",
+        "stride_dsum",
+        "last",
+        "heads",
+        "reciprocal",
+    ],  # fmt: skip
 )
 def backward_wide_kernel(
     dy_ptr,
     z_ptr,
-    extra_ptr,
+    more_ptr,
+    dsum_ptr,
     weight_ptr,
     bias_ptr,
     mean_ptr,
@@ -198,7 +219,8 @@ def backward_wide_kernel(
     N,
     stride_dy,
     stride_z,
-    stride_extra,
+    stride_more,
+    stride_dsum,
     last,
     heads,
     reciprocal,
@@ -207,7 +229,8 @@ def backward_wide_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
-    EXTRA: tl.constexpr,
+    MORE: tl.constexpr,
+    DSUM: tl.constexpr,
     CUT: tl.constexpr,
     WRITE_DZ: tl.constexpr,
     WRITE_H: tl.constexpr,
@@ -220,8 +243,10 @@ def backward_wide_kernel(
     live = row < live_rows(M, offsets_ptr, last, heads, CUT)
     dy_ptr += row * (stride_dy * VEC)
     z_ptr += row * (stride_z * VEC)
-    if EXTRA != 0:
-        extra_ptr += row * (stride_extra * VEC)
+    if MORE:
+        more_ptr += row * (stride_more * VEC)
+    if DSUM:
+        dsum_ptr += row * (stride_dsum * VEC)
     lanes = tl.arange(0, CHUNK)
     rstd = tl.load(rstd_ptr + row, mask=live, other=0.0)
     first = 0.0
@@ -236,8 +261,8 @@ def backward_wide_kernel(
         in_row = cols < N
         keep = in_row & live
         dy = tl.load(dy_ptr + cols, mask=keep, other=0.0).to(tl.float32)
-        if EXTRA == TO_DY:
-            dy += tl.load(extra_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+        if MORE:
+            dy += tl.load(more_ptr + cols, mask=keep, other=0.0).to(tl.float32)
         hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
         bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
@@ -255,27 +280,28 @@ def backward_wide_kernel(
             in_row = cols < N
             keep = in_row & live
             dy = tl.load(dy_ptr + cols, mask=keep, other=0.0).to(tl.float32)
-            if EXTRA != 0:
-                extra = tl.load(extra_ptr + cols, mask=keep, other=0.0).to(tl.float32)
-            if EXTRA == TO_DY:
-                dy += extra
+            if MORE:
+                dy += tl.load(more_ptr + cols, mask=keep, other=0.0).to(tl.float32)
+            if DSUM:
+                dsum = tl.load(dsum_ptr + cols, mask=keep, other=0.0).to(tl.float32)
             hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
             weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
             bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
             _, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
             dz = rstd * (t * weight - mean_t - hat * mean_t_hat)
-            if EXTRA == TO_DZ:
-                dz += extra
+            if DSUM:
+                dz += dsum
             tl.store(dz_ptr + row * N + cols, dz.to(dz_ptr.dtype.element_ty), mask=in_row)
 
 
 @triton.jit(
-    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_extra", "last", "heads"],
+    do_not_specialize=["M", "N", "stride_dy", "stride_z", "stride_more", "stride_dsum", "last", "heads"],
 )
 def columns_kernel(
     dy_ptr,
     z_ptr,
-    extra_ptr,
+    more_ptr,
+    dsum_ptr,
     weight_ptr,
     bias_ptr,
     mean_ptr,
@@ -286,7 +312,8 @@ def columns_kernel(
     N,
     stride_dy,
     stride_z,
-    stride_extra,
+    stride_more,
+    stride_dsum,
     last,
     heads,
     LAYER: tl.constexpr,
@@ -294,7 +321,8 @@ def columns_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
-    EXTRA: tl.constexpr,
+    MORE: tl.constexpr,
+    DSUM: tl.constexpr,
     CUT: tl.constexpr,
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
@@ -307,7 +335,8 @@ def columns_kernel(
     N *= VEC
     stride_dy *= VEC
     stride_z *= VEC
-    stride_extra *= VEC
+    stride_more *= VEC
+    stride_dsum *= VEC
     live = live_rows(M, offsets_ptr, last, heads, CUT)
     cols = tl.program_id(1) * COLS + tl.arange(0, COLS)[None, :]
     in_row = cols < N
@@ -324,8 +353,8 @@ def columns_kernel(
         row_live = rows < live
         keep = row_live[:, None] & in_row
         da = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
-        if EXTRA == TO_DY:
-            da += tl.load(extra_ptr + (rows * stride_extra)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
+        if MORE:
+            da += tl.load(more_ptr + (rows * stride_more)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         if SUM_WEIGHT or ACTIVATION != "identity":
             hat = tl.load(z_ptr + (rows * stride_z)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
             if not HAT:

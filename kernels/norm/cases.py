@@ -38,8 +38,8 @@ _FORWARD = (
     "x_ptr before_ptr after_ptr weight_ptr bias_ptr offsets_ptr y_ptr z_ptr hat_ptr mean_ptr rstd_ptr "
     "M N stride_x stride_before stride_after last heads reciprocal eps"
 )
-_INPUTS = "dy_ptr z_ptr extra_ptr weight_ptr bias_ptr mean_ptr rstd_ptr offsets_ptr "
-_SIZES = " M N stride_dy stride_z stride_extra last heads"
+_INPUTS = "dy_ptr z_ptr more_ptr dsum_ptr weight_ptr bias_ptr mean_ptr rstd_ptr offsets_ptr "
+_SIZES = " M N stride_dy stride_z stride_more stride_dsum last heads"
 _BACKWARD = f"{_INPUTS} dz_ptr h_ptr partial_ptr {_SIZES} reciprocal"
 _BACKWARD_WIDE = f"{_INPUTS} dz_ptr h_ptr {_SIZES} reciprocal"
 _COLUMNS = f"{_INPUTS} partial_ptr {_SIZES}"
@@ -64,15 +64,29 @@ def _forward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> Com
     return CompileCase("norm.forward", label, forward.forward_kernel, args, {"num_warps": config.warps})
 
 
-def _backward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> CompileCase:
-    """dz, dweight and dbias, or `full`: with the other two outputs, the gradient of the sum and gelu."""
-    config = backward_config(tile.block, _BYTES[dtype], "layer" if layer else "rms", full)
-    args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if full else "identity")
-    args |= dict(HAT=False, EXTRA=2 if full else 0, CUT=full, WRITE_DZ=True, WRITE_H=full)
-    args |= dict(SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=full, SHIFT=dtype == "fp32")
+def _backward(tile: Tile, dtype: str, param: str, layer: bool, kind: str) -> CompileCase:
+    """dz, dweight and dbias; with the other two outputs and both further gradients for "more", and gelu for
+    "activation"."""
+    config = backward_config(tile.block, _BYTES[dtype], "layer" if layer else "rms", kind)
+    more = kind != "plain"
+    args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if kind == "activation" else "identity")
+    args |= dict(HAT=False, MORE=more, DSUM=more, CUT=more, WRITE_DZ=True, WRITE_H=more)
+    args |= dict(SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=more, SHIFT=dtype == "fp32")
     args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec, STAGES=config.stages)
-    label = _label(tile.block, tile.vec, dtype, param, layer, full)
+    label = f"{_label(tile.block, tile.vec, dtype, param, layer, False)} {kind}"
     return CompileCase("norm.backward", label, backward.backward_kernel, args, {"num_warps": config.warps})
+
+
+def _backwards(tile: Tile, dtype: str, param: str, arch: int) -> Iterator[CompileCase]:
+    """Every tile once, with the most that it is used for."""
+    tiles: dict[tuple, str] = {}
+    for kind in ("plain", "more", "activation"):
+        config = backward_config(tile.block, _BYTES[dtype], "layer", kind)
+        if config is not None:
+            tiles[kind == "plain", *config._replace(per_sm=0)] = kind
+    for kind in tiles.values():
+        if arch == 90 or kind != "plain" or len(tiles) == 1:
+            yield _backward(tile, dtype, param, True, kind)
 
 
 def _wide(dtype: str, param: str, layer: bool) -> Iterator[CompileCase]:
@@ -83,16 +97,19 @@ def _wide(dtype: str, param: str, layer: bool) -> Iterator[CompileCase]:
     args |= dict(CHUNK=WIDE.chunk)
     options = {"num_warps": WIDE.warps}
     yield CompileCase("norm.forward_wide", label, forward.forward_wide_kernel, args, options)
-    args = _types(_BACKWARD_WIDE, dtype, param) | norm | dict(HAT=False, EXTRA=2, WRITE_DZ=True, WRITE_H=True)
+    args = _types(_BACKWARD_WIDE, dtype, param) | norm | dict(HAT=False, MORE=True, DSUM=True)
+    args |= dict(WRITE_DZ=True, WRITE_H=True)
     args |= dict(CHUNK=WIDE.chunk)
     yield CompileCase("norm.backward_wide", label, backward.backward_wide_kernel, args, options)
     tile = column_tile(1 << 16)
-    args = _types(_COLUMNS, dtype, param) | norm | dict(HAT=False, EXTRA=1, SUM_WEIGHT=True, SUM_BIAS=True)
+    args = (
+        _types(_COLUMNS, dtype, param) | norm | dict(HAT=False, MORE=True, DSUM=False, SUM_WEIGHT=True, SUM_BIAS=True)
+    )
     args |= dict(ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
     yield CompileCase("norm.columns", label, backward.columns_kernel, args, {"num_warps": tile.warps})
     tile = column_tile(1 << 16, plain=True)
-    args = args | dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CUT", "SUM_WEIGHT"), False)
-    args |= dict(ACTIVATION="identity", HAT=True, EXTRA=0, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
+    args = args | dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "MORE", "CUT", "SUM_WEIGHT"), False)
+    args |= dict(ACTIVATION="identity", HAT=True, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
     yield CompileCase("norm.columns", f"sum {dtype}", backward.columns_kernel, args, {"num_warps": tile.warps})
 
 
@@ -110,10 +127,7 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         for tile in SHIPPED_TILES[_BYTES[dtype]]:
             if arch == 90 or tile.block in blocks:
                 yield _forward(tile, dtype, param, True, True)
-                in_registers = backward_config(tile.block, _BYTES[dtype], "layer", True) is not None
-                yield _backward(tile, dtype, param, True, in_registers)
-                if arch == 90:  # the plain form has tiles of its own
-                    yield _backward(tile, dtype, param, True, False)
+                yield from _backwards(tile, dtype, param, arch)
     yield from _wide("fp32", "fp32", True)
     if arch == 90:
         yield from _wide("bf16", "bf16", False)

@@ -85,15 +85,21 @@ _BACKWARD = {
     },
 }
 # For kernels that read, write or sum more than dy, z, dz, dweight and dbias: fewer programs fit.
-_HEAVY = {
+_MORE = {
     64: Backward(16, 4, per_sm=5),
     128: Backward(8, 4, per_sm=5),
-    256: Backward(2, 1, per_sm=10, stages=3),
-    512: Backward(1, 1, per_sm=8, stages=3),
-    1024: Backward(1, 4, per_sm=4, stages=3),
+    256: Backward(2, 1, per_sm=12, stages=3),
+    512: Backward(1, 1, per_sm=12, stages=3),
+    1024: Backward(1, 2, per_sm=6, stages=3),
     2048: Backward(1, 4, per_sm=3, stages=3),
     4096: Backward(1, 16, per_sm=1),
     8192: None,  # registers would spill, so the row is walked in chunks
+}
+# With an activation on top, which holds registers and takes time of its own.
+_ACTIVATION = _MORE | {
+    256: Backward(2, 1, per_sm=10, stages=3),
+    512: Backward(1, 1, per_sm=8, stages=3),
+    1024: Backward(1, 4, per_sm=4, stages=3),
 }
 WIDE = Chunks(chunk=2048, warps=4)
 _COLUMNS = {cols: Columns(4096 // cols, cols, warps=4, per_sm=8) for cols in (64, 256)}
@@ -125,9 +131,10 @@ def forward_config(block: int, itemsize: int) -> Forward:
     return _for_size(_FORWARD[block], itemsize)
 
 
-def backward_config(block: int, itemsize: int, norm: str, heavy: bool) -> Backward | None:
-    """None where the row has to be walked in chunks."""
-    config = (_HEAVY if heavy else _BACKWARD[norm])[block]
+def backward_config(block: int, itemsize: int, norm: str, kind: str = "plain") -> Backward | None:
+    """For a backward that computes dz, dweight and dbias ("plain"), that reads, writes or sums "more", or that also has an
+    "activation". None where the row has to be walked in chunks."""
+    config = {"plain": _BACKWARD[norm], "more": _MORE, "activation": _ACTIVATION}[kind][block]
     if config is None or itemsize < 4:
         return config
     stages = 1 if block >= 2048 else config.stages  # or the buffers of the stages would not fit

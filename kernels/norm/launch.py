@@ -31,7 +31,6 @@ from recsys_norm.kernels.norm.configs import (
     reduce_tile,
 )
 
-_TO_DY, _TO_DZ = 1, 2  # as in backward
 Cut = tuple[Tensor, int]
 
 
@@ -174,23 +173,20 @@ def norm_backward(
     Args:
         dy, z, dsum, more_dy: `[M, N]` with unit stride in the rows. z: before the norm, or zhat if `hat`.
         bias: read for `write_h` and for an activation only.
-        dsum: gradient of z from elsewhere, added to dz. more_dy: added to dy. At most one of the two.
+        dsum: gradient of z from elsewhere, added to dz. more_dy: added to dy.
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
         config: instead of the shipped one, for tuning.
     """
-    if dsum is not None and more_dy is not None:
-        raise ValueError("norm_backward takes dsum or more_dy, not both; add one up before the call")
     M, N = z.shape
     bias = bias if write_h or activation != "identity" else None
-    extra = dsum if more_dy is None else more_dy
-    tile = _pick(N, dy, z, extra)
+    tile = _pick(N, dy, z, more_dy, dsum)
     dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
     offsets, last = _cut_arguments(cut)
-    strides = (_stride(t, tile.vec) for t in (dy, z, extra))
+    strides = (_stride(t, tile.vec) for t in (dy, z, more_dy, dsum))
     call = _Backward(
-        inputs=(dy, z, extra, weight, bias, mean, rstd, offsets),
+        inputs=(dy, z, more_dy, dsum, weight, bias, mean, rstd, offsets),
         outputs=(dz, h),
         sizes=(M, N // tile.vec, *strides, *last),
         options=dict(
@@ -199,15 +195,17 @@ def norm_backward(
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             HAT=hat,
-            EXTRA=0 if extra is None else _TO_DZ if more_dy is None else _TO_DY,
+            MORE=more_dy is not None,
+            DSUM=dsum is not None,
             CUT=cut is not None,
             VEC=tile.vec,
         ),
         sums=(dweight, dbias, dz_sum),
     )
     if config is None and tile.block is not None:
-        heavy = write_h or activation != "identity" or extra is not None or dz_sum is not None
-        config = backward_config(tile.block, z.element_size(), norm, heavy)
+        more = write_h or any(t is not None for t in (more_dy, dsum, dz_sum))
+        kind = "activation" if activation != "identity" else "more" if more else "plain"
+        config = backward_config(tile.block, z.element_size(), norm, kind)
     if M == 0:
         zeros = (None if s is None else torch.zeros(N, dtype=s, device=z.device) for s in call.sums)
         return Gradients(dz, h, *zeros)
@@ -300,11 +298,11 @@ def column_sum(x: Tensor, dtype: torch.dtype, tile: Columns | None = None) -> Te
     """Sum over the rows of x `[M, N]`, in fp32, returned in `dtype`. `tile` instead of the shipped one, for tuning."""
     M, N = x.shape
     vec = _pick(N, x).vec
-    options = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "CUT"), False)
-    options |= dict(ACTIVATION="identity", HAT=True, EXTRA=0, VEC=vec)
+    options = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "MORE", "DSUM", "CUT"), False)
+    options |= dict(ACTIVATION="identity", HAT=True, VEC=vec)
     with _on(x.device):
-        sizes = (M, N // vec, x.stride(0) // vec, 0, 0, 0, 0)
-        return _columns((x, *(None,) * 7), sizes, options, (None, dtype), tile or column_tile(N, plain=True))[1]
+        sizes = (M, N // vec, x.stride(0) // vec, *(0,) * 5)
+        return _columns((x, *(None,) * 8), sizes, options, (None, dtype), tile or column_tile(N, plain=True))[1]
 
 
 def _partials(sums, programs: int, N: int, device: torch.device) -> Tensor | None:

@@ -42,6 +42,7 @@ class Separate:
 
     name = "separate"
     provider = "triton"
+    adds_gradient = True  # read by the norm's backward pass
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op not in OPS:
@@ -112,7 +113,7 @@ def _norm_linear_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import column_sum, norm_backward, norm_forward
 
     x, weight, bias, norm_weight, norm_bias, mean, rstd, _ = saved
-    (dy,) = grads
+    dy, add = (*grads, None)[:2]
     need_x, need_weight, need_bias, need_norm_weight, need_norm_bias = needs
     need_affine = need_norm_weight or need_norm_bias
     dx = dweight = dbias = dnorm_weight = dnorm_bias = None
@@ -126,6 +127,7 @@ def _norm_linear_backward(problem, saved, grads, needs):
             rstd,
             norm_weight,
             norm_bias,
+            dsum=add,
             norm=problem.norm,
             write_dz=need_x,
             write_h=need_weight,

@@ -21,6 +21,7 @@ from recsys_norm.ops.problem import Problem, Tensors
 
 class _LinearNorm:
     provider = "triton"
+    backward_of = "triton/separate"
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op != "linear_norm":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 
@@ -20,10 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     ops.add_argument("--launches", type=int, default=200, help="of each candidate, over all runs")
     ops.add_argument("--runs", type=int, default=5, help="fresh processes")
     ops.add_argument("--techniques", default="all", help="'all', or provider/name,... to time beside the backends")
+    ops.add_argument("--time-limit", type=float, help="seconds after which no further case begins")
     ops.add_argument(
         "--jobs", type=int, default=0, help="processes that compile everything at once before the first run"
     )
-    ops.add_argument("--retune", action="store_true", help="write the measured winners to the table that 'fused' uses")
+    ops.add_argument("--retune", action="store_true", help="write the first process' winners to the table of 'fused'")
     ops.add_argument("--out", type=Path, default=Path("outputs/bench"))
     ops.add_argument("--name", default="ops")
     ops.add_argument("--child", help=argparse.SUPPRESS)
@@ -69,25 +71,42 @@ def _ops(arguments: argparse.Namespace) -> int:
         print("bench ops times GPU kernels and this machine has no CUDA device", file=sys.stderr)
         return 2
     from recsys_norm.bench import ops as bench
+    from recsys_norm.bench import processes
 
     if arguments.child:
-        bench.run_child(json.loads(arguments.child))
+        processes.child(json.loads(arguments.child))
         return 0
+    start = time.time()
     norms, shapes = arguments.norm.split(","), bench.shapes_of(arguments.shapes)
-    cases = [c for op in arguments.op.split(",") for c in bench.default_cases(arguments.rows, op, norms, shapes)]
+    names = arguments.op.split(",")
+    cases = [c for shape in shapes for op in names for c in bench.default_cases(arguments.rows, op, norms, [shape])]
     wanted = None if arguments.techniques == "all" else arguments.techniques.split(",")
     settings = {"directions": arguments.direction.split(","), "techniques": wanted}
     if arguments.jobs:
-        bench.compile_ahead(cases, settings, arguments.jobs)
-    result = bench.run(cases, settings, arguments.launches, arguments.runs)
+        processes.compile_ahead(cases, settings, arguments.jobs)
+        print(f"compiled ahead in {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    result = processes.run(
+        cases,
+        settings,
+        arguments.launches,
+        arguments.runs,
+        arguments.out / f"{arguments.name}.jsonl",
+        None if arguments.time_limit is None else arguments.time_limit - (time.time() - start),
+        _retune if arguments.retune else None,
+    )
     bench.write(result, arguments.out, arguments.name)
     print(bench.table(result["records"]))
-    if arguments.retune:
-        from recsys_norm.ops import choices
-
-        major, minor = torch.cuda.get_device_capability()
-        print(f"wrote {choices.update(bench.winners(result['records']), 10 * major + minor, result['env'])}")
     return 0
+
+
+def _retune(winners: list[dict], environment: dict) -> None:
+    import torch
+
+    from recsys_norm.ops import choices
+
+    major, minor = torch.cuda.get_device_capability()
+    print(f"wrote {choices.update(winners, 10 * major + minor, environment)}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -119,9 +119,19 @@ def _compiled_norm(return_sum: bool) -> Callable:
     return torch.compile(norm, dynamic=False)
 
 
+def compile_per_shape() -> None:
+    """torch.compile as the bench wants it: each case compiled for its own sizes and kept while others are, and a backward
+    that may run many times after one forward."""
+    import torch._dynamo.config
+    import torch._functorch.config
+
+    torch._functorch.config.donated_buffer = False
+    torch._dynamo.config.automatic_dynamic_shapes = False
+    torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 1 << 16
+
+
 def norm_alone(case: Case, t: dict[str, Tensor | None], direction: str) -> Callable[[], object]:
     """torch.compile'd norm alone on a tensor of the normalised width, with the op's affine, residual and saved tensors."""
-    torch._dynamo.reset_code_caches()
     z = torch.randn(case.M, case.normalized, device="cuda").to(case.dtype).requires_grad_()
     live = {n: t.get(n) for n in ("norm_weight", "norm_bias", "residual")}
     live = {n: None if v is None else v.detach().requires_grad_() for n, v in live.items()}

@@ -1,7 +1,9 @@
 """`python -m recsys_norm.bench ops`: every backend and technique of the GEMM ops, beside cuBLAS and a compiled norm.
 
-The parent starts `runs` fresh processes; each checks every candidate against the fp64 reference first, and only what is
-right is timed. Reported are medians over the runs' medians; `hidden_lo` and `hidden_hi` are the extremes over runs.
+`recsys_norm.bench.processes` runs this in fresh processes and merges their records. Only what agrees with the fp64
+reference is timed: the first process checks every candidate on every case. All candidates are launched a few times; those
+near the fastest then get the full number of launches, and the two baselines with them. Reported are medians over the
+processes' medians; `hidden_lo` and `hidden_hi` are the extremes over processes.
 
     hidden   = (t_gemm + t_norm - t) / t_norm       the share of the norm's own time that is gone
     roofline = max(least bytes / copy bandwidth, FLOPs / matrix rate) / t
@@ -10,14 +12,15 @@ right is timed. Reported are medians over the runs' medians; `hidden_lo` and `hi
 from __future__ import annotations
 
 import json
+import math
 import statistics
-import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from recsys_norm import env, ops, reference
+from recsys_norm import ops, reference
 from recsys_norm.bench.cases import GRID, Case, gemms, norm_alone
 from recsys_norm.bench.timing import Stopwatch, percentile
 from recsys_norm.ops import registry
@@ -26,6 +29,9 @@ from recsys_norm.testing import CAP, TINY, relative_error
 # Ceilings measured on an H200: a large device copy and an 8192^3 bf16 product.
 COPY_BYTES_PER_S = 4.27e12
 MATRIX_FLOPS_PER_S = 790e12
+SCREENING = 5  # launches of every candidate
+NEAR = 1.15  # of the fastest's time: who gets the full number of launches
+PLAIN = ("unfused", "compiled", "fused")
 
 
 def default_cases(M: int, op: str, norms: list[str], shapes: list[tuple[int, int]]) -> list[Case]:
@@ -33,20 +39,26 @@ def default_cases(M: int, op: str, norms: list[str], shapes: list[tuple[int, int
 
 
 def candidates(case: Case, wanted: list[str] | None = None) -> dict[str, dict]:
-    """Arguments of each run of the op by its label: the plain backends, the chosen technique, every technique (or those
-    wanted, as "provider/name")."""
-    labels = {"unfused": {"backend": "unfused"}, "compiled": {"backend": "compiled"}, "fused": {"backend": "fused"}}
+    """Arguments of each run of the op by its label: the plain backends, every technique (or those wanted, as
+    "provider/name"), and what `fused` chooses."""
+    labels = {"unfused": {"backend": "unfused"}, "compiled": {"backend": "compiled"}}
     for technique in registry.techniques(case.op):
         if technique.provider != "torch" and (wanted is None or registry.label(technique) in wanted):
             labels[registry.label(technique)] = {"backend": "fused", "technique": registry.label(technique)}
-    return labels
+    return labels | {"fused": {"backend": "fused"}}
+
+
+def same_backward(op: str, label: str) -> str | None:
+    """The technique whose backward this one takes over as it is."""
+    found = next((t for t in registry.techniques(op) if registry.label(t) == label), None)
+    return getattr(found, "backward_of", None)
 
 
 class Subject:
     """One candidate on one case: forward, backward and both as callables on the same tensors."""
 
     def __init__(self, case: Case, tensors: dict, arguments: dict, grads: list | None):
-        self._function = getattr(ops, case.op)
+        self._case, self._function = case, getattr(ops, case.op)
         self._tensors, self._arguments = tensors, case.options() | arguments
         self._wanted = [t for t in tensors.values() if t is not None]
         self.outputs = self.forward()
@@ -61,6 +73,12 @@ class Subject:
 
     def both(self) -> tuple:
         return torch.autograd.grad(self.forward(), self._wanted, self.grads)
+
+    def technique(self, direction: str) -> str | None:
+        """The technique that serves a direction ("both": the backward's)."""
+        registry.reset_counts()
+        getattr(self, direction)()
+        return next(reversed(registry.counts().get(self._case.op, {})), None)
 
 
 class Truth:
@@ -88,47 +106,97 @@ class Truth:
         return [relative_error(a, r, rows=rows) for a, r, rows in pairs]
 
 
-def measure_case(
-    case: Case, directions: list[str], launches: int, watch: Stopwatch, wanted: list[str] | None = None
-) -> list[dict]:
-    """Records of one case in this process; a candidate that is wrong or cannot run has no time, but says why."""
-    torch._dynamo.reset()
-    tensors, records, subjects = case.tensors(), [], {}
-    grads = None
+Verdict = dict  # rel_err, rel_err_unfused, and skipped: why a candidate gets no time
+
+
+def check_case(case: Case, directions: list[str], wanted: list[str] | None = None) -> dict[str, dict[str, Verdict]]:
+    """Verdicts by candidate and direction."""
+    tensors, subjects, grads = case.tensors(), {}, None
+    verdicts: dict[str, dict[str, Verdict]] = {}
     for label, arguments in candidates(case, wanted).items():
-        registry.reset_counts()
         try:
             subjects[label] = Subject(case, tensors, arguments, grads)
         except Exception as error:  # a kernel that fails must not cost the measurements of the others
             why = str(error) if isinstance(error, ops.UnsupportedError) else f"{type(error).__name__}: {error}"
-            records += [record(case, d, label, skipped=why) for d in directions]
+            verdicts[label] = {d: {"skipped": why} for d in directions}
             continue
         grads = subjects[label].grads
-        served = registry.counts().get(case.op, {})
-        subjects[label].technique = next(iter(served), None)
     truth = Truth(case, tensors, grads)
     for direction in directions:
         unfused = truth.errors(subjects["unfused"], direction)
         allowed = [2 * min(e, CAP[case.dtype]) + TINY[case.dtype] for e in unfused]
-        right, failed = {}, {}
         for label, subject in subjects.items():
-            registry.reset_counts()
+            verdicts.setdefault(label, {})[direction] = verdict = {"rel_err_unfused": max(unfused), "skipped": None}
+            if direction == "backward" and (same := same_backward(case.op, label)):
+                verdict["skipped"] = f"its backward is that of {same}"
+                continue
             try:
-                found = truth.errors(subject, direction) if label != "unfused" else unfused
+                found = truth.errors(subject, direction)
             except Exception as error:
-                failed[label], found = f"{type(error).__name__}: {error}", [float("nan")]
-            right[label] = all(e <= a for e, a in zip(found, allowed)), max(found)
-            subject.technique = next(iter(registry.counts().get(case.op, {})), subject.technique)  # of the backward
-        functions = {label: getattr(s, direction) for label, s in subjects.items() if right[label][0]}
+                verdict["skipped"] = f"{type(error).__name__}: {error}"
+                continue
+            verdict["rel_err"] = max(found) if math.isfinite(max(found)) else None
+            if not all(e <= a for e, a in zip(found, allowed)):
+                verdict["skipped"] = "wrong result"
+    return verdicts
+
+
+def compile_case(case: Case, directions: list[str], wanted: list[str] | None = None) -> None:
+    """Run what is compiled at its first call: torch.compile's candidates, and the techniques wanted ([]: none)."""
+    tensors, grads = case.tensors(), None
+    for label, arguments in candidates(case, wanted).items():
+        if label != "compiled" and (wanted == [] or label in PLAIN):
+            continue
+        try:
+            subject = Subject(case, tensors, arguments, grads)
+            grads = subject.grads
+            if label == "compiled" or same_backward(case.op, label) is None:
+                subject.backward()
+        except Exception as error:  # what it means for the candidate is for check_case to say
+            if not isinstance(error, ops.UnsupportedError):
+                print(f"{case}, {label}: {type(error).__name__}: {error}", file=sys.stderr)
+    for direction in directions:
+        norm_alone(case, tensors, direction)()
+
+
+def time_case(
+    case: Case, directions: list[str], verdicts: dict, launches: int, watch: Stopwatch, wanted: list[str] | None = None
+) -> Iterator[dict]:
+    """Records of one case in this process."""
+    tensors, subjects, grads = case.tensors(), {}, None
+    for label, arguments in candidates(case, wanted).items():
+        if any(v["skipped"] is None for v in verdicts.get(label, {}).values()):
+            subjects[label] = Subject(case, tensors, arguments, grads)
+            grads = subjects[label].grads
+    for direction in directions:
+        right = [label for label in subjects if verdicts[label][direction]["skipped"] is None]
+        functions = {label: getattr(subjects[label], direction) for label in right}
         functions |= {"gemm": gemms(case, tensors, direction), "norm": norm_alone(case, tensors, direction)}
-        times = watch.time(functions, launches)
-        for label, subject in subjects.items():
-            fields = {"rel_err": right[label][1], "rel_err_unfused": max(unfused), "technique": subject.technique}
-            if not right[label][0]:
-                fields["skipped"] = failed.get(label, "wrong result")
-            fields["times"] = times.get(label)
-            records.append(record(case, direction, label, gemm_times=times["gemm"], norm_times=times["norm"], **fields))
-    return records
+        times = time_near_best(functions, launches, watch, always=("gemm", "norm", "compiled", "fused"))
+        for label, found in verdicts.items():
+            fields = {**found[direction], "times": rounded(times.get(label))}
+            if label in right:
+                fields["technique"] = subjects[label].technique(direction)
+            alone = {f"{name}_times": rounded(times[name]) for name in ("gemm", "norm")}
+            yield record(case, direction, label, **alone, **fields)
+
+
+def rounded(times: list[float] | None) -> list[float] | None:
+    return None if times is None else [round(ms, 5) for ms in times]
+
+
+def time_near_best(functions: dict, launches: int, watch: Stopwatch, always: tuple[str, ...] = ()) -> dict:
+    """Times by name: a few launches of all, the rest of `launches` of those within NEAR of the fastest and of `always`.
+    What leaves out the norm ("gemm") or the GEMM ("norm") is no competitor."""
+    few = min(SCREENING, launches)
+    times = watch.time(functions, few)
+    medians = {name: statistics.median(t) for name, t in times.items()}
+    best = min((ms for name, ms in medians.items() if name not in ("gemm", "norm")), default=0.0)
+    near = {name: f for name, f in functions.items() if name in always or medians[name] <= NEAR * best}
+    if launches > few:
+        for name, more in watch.time(near, launches - few, warmup=1).items():
+            times[name] += more
+    return times
 
 
 def record(case: Case, direction: str, label: str, **fields) -> dict:
@@ -164,7 +232,8 @@ def merge(runs: list[list[dict]]) -> list[dict]:
 
 def _merge_one(merged: dict, group: list[dict]) -> dict:
     first = group[0]
-    merged |= {k: first.get(k) for k in ("technique", "rel_err", "rel_err_unfused", "skipped")}
+    merged |= {k: first.get(k) for k in ("rel_err", "rel_err_unfused", "skipped")}
+    merged["technique"] = next((r["technique"] for r in reversed(group) if r.get("technique")), None)
     timed = [r for r in group if r.get("times")]
     if len(timed) < len(group) or not timed:
         return merged | {"ms": None, "skipped": merged["skipped"] or "wrong result in one run"}
@@ -191,6 +260,7 @@ def _merge_one(merged: dict, group: list[dict]) -> dict:
         "hidden_hi": max(hidden),
         "roofline": 1e3 * floor / ms,
         "launches": len(everything),
+        "processes": len(timed),
     }
 
 
@@ -200,59 +270,6 @@ def add_compiled(records: list[dict]) -> None:
     compiled = {tuple(r[k] for k in case): r["ms"] for r in records if r["backend"] == "compiled"}
     for r in records:
         r["compiled_ms"] = compiled.get(tuple(r[k] for k in case))
-
-
-def run_child(options: dict) -> None:
-    """One process run: measure every case and print the records as JSON lines on stdout."""
-    import torch._functorch.config
-
-    torch._functorch.config.donated_buffer = False  # the backward is timed many times on one forward
-    watch = Stopwatch(seed=options["seed"])
-    print(json.dumps({"self_test": watch.self_test()}), flush=True)
-    for fields in options["cases"]:
-        case = Case(**(fields | {"dtype": getattr(torch, fields["dtype"])}))
-        for r in measure_case(case, options["directions"], options["launches"], watch, options["techniques"]):
-            print(json.dumps(r), flush=True)
-        torch.cuda.empty_cache()
-
-
-def _child(cases: list[Case], settings: dict, launches: int, seed: int) -> list[str]:
-    """The command of one process run."""
-    fields = [{**vars(c), "dtype": str(c.dtype).removeprefix("torch.")} for c in cases]
-    options = {"cases": fields, **settings, "launches": launches, "seed": seed}
-    return [sys.executable, "-m", "recsys_norm.bench", "ops", "--child", json.dumps(options)]
-
-
-def compile_ahead(cases: list[Case], settings: dict, jobs: int) -> None:
-    """Run every case once in `jobs` processes side by side, so that the compilers' caches on disk are full."""
-    commands = [_child(cases[job::jobs], settings, 1, job) for job in range(min(jobs, len(cases)))]
-    for child in [subprocess.Popen(command, stdout=subprocess.DEVNULL) for command in commands]:
-        if child.wait() != 0:
-            raise RuntimeError(
-                f"a process that compiles ahead ended with exit status {child.returncode}; see its messages above"
-            )
-
-
-def run(cases: list[Case], settings: dict, launches: int, runs: int) -> dict:
-    """Measure in `runs` fresh processes. Returns {"env": ..., "self_test": [...], "records": [...]}.
-
-    settings: `directions`, and `techniques` to time beside the backends (None: all).
-    """
-    results, self_tests = [], []
-    for seed in range(runs):
-        command = _child(cases, settings, -(-launches // runs), seed)
-        child = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        lines = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
-        self_tests.append(lines[0]["self_test"])
-        if not 0.9 <= self_tests[-1] <= 1.1:
-            raise RuntimeError(
-                f"the timer reads a kernel of known duration as {self_tests[-1]:.2f} of it (0.9 to 1.1 is accepted): "
-                "the GPU is shared or throttled; nothing is reported"
-            )
-        results.append(lines[1:])
-    records = merge(results)
-    add_compiled(records)
-    return {"env": env.record(), "self_test": self_tests, "records": records}
 
 
 FLOOR = "triton/separate"

@@ -20,7 +20,7 @@ BACKENDS = ("unfused", "compiled", "naive", "fused")
 ON_UNSUPPORTED = ("raise", "fallback")
 
 # Kernel packages with a `techniques()` that lists (op, technique) pairs.
-_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred", "hopper", "flashnorm")
+_KERNEL_PACKAGES = ("norm", "lazy", "postnorm", "deferred", "hopper", "flashnorm", "helion", "tlx")
 
 # The order in which `fused` tries techniques where nothing near the problem was measured (`choices`), best first.
 _ORDER: dict[str, tuple[str, ...]] = {

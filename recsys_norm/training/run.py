@@ -29,6 +29,7 @@ from recsys_norm.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
+LISTED_KERNELS = 60  # in the summary: those that take most of a step
 _QUALITY = ("loss", "ne", "auc", "gauc", "calibration", "gauc_users", "gauc_skipped")
 
 
@@ -244,6 +245,7 @@ def _speed(trainer: Trainer) -> dict[str, Any]:
         "step_ms": step_ms,
         "phase_ms": times.phases(),
         "norm_share": kernels.norm_share if kernels else None,
+        "kernel_ms": dict(list(kernels.kernel_ms.items())[:LISTED_KERNELS]) if kernels else None,
         "busy": kernels.busy if kernels else None,
         "mfu": mfu,
     }

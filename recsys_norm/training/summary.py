@@ -23,6 +23,7 @@ FIELDS = (
     "step_ms",
     "phase_ms",
     "norm_share",
+    "kernel_ms",
     "norm_cost",
     "mfu",
     "peak_mem_bytes",

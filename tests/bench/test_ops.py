@@ -1,12 +1,14 @@
 """What `bench ops` makes of its measurements; the timing itself needs a GPU."""
 
 import json
+import sys
 
 import pytest
 import torch
 
 from recsys_norm.bench import __main__ as command
 from recsys_norm.bench import ops as bench
+from recsys_norm.bench import processes
 from recsys_norm.bench.cases import Case
 from recsys_norm.bench.timing import percentile
 
@@ -74,3 +76,108 @@ def test_winners_need_a_margin_over_the_floor():
     chosen = bench.winners(bench.merge([runs]))
     assert [row["technique"] for row in chosen] == ["triton/separate", "hopper/lazy"]
     assert (chosen[1]["ms"], chosen[1]["separate_ms"]) == (0.9, 1.0)
+
+
+class Clock:
+    """A stopwatch by which candidates take the given milliseconds, 1 where nothing is given."""
+
+    def __init__(self, **given):
+        self._given = given
+
+    def time(self, functions, launches, warmup=2):
+        return {name: [self._given.get(name, 1.0)] * launches for name in functions}
+
+
+def test_only_candidates_near_the_fastest_get_all_launches():
+    given = dict(fast=2.0, near=2.2, far=3.0, gemm=1.0, norm=0.5)
+    times = bench.time_near_best(dict.fromkeys(given), 12, Clock(**given), always=("gemm", "norm"))
+    assert {name: len(t) for name, t in times.items()} == dict(fast=12, near=12, far=5, gemm=12, norm=12)
+    times = bench.time_near_best(dict.fromkeys(given), 4, Clock(**given))
+    assert {len(t) for t in times.values()} == {4}
+
+
+def test_candidates_are_checked_then_timed(monkeypatch):
+    case = Case("norm_linear", "rms", 32, 16, 24, dtype=torch.float32)
+    shapes = {"x": (32, 16), "weight": (24, 16), "bias": (24,), "norm_weight": (16,)}
+    tensors = {n: torch.randn(shape, requires_grad=True) for n, shape in shapes.items()} | {"norm_bias": None}
+    monkeypatch.setattr(Case, "tensors", lambda self: tensors)
+    labels = {
+        "unfused": dict(backend="unfused"),
+        "right": dict(technique="separate"),
+        "unknown": dict(technique="none"),
+    }
+    monkeypatch.setattr(bench, "candidates", lambda case, wanted=None: labels)
+    monkeypatch.setattr(bench, "gemms", lambda *_: None)
+    monkeypatch.setattr(bench, "norm_alone", lambda *_: None)
+    verdicts = bench.check_case(case, ["forward", "backward"])
+    assert verdicts["right"]["backward"]["skipped"] is None and verdicts["right"]["backward"]["rel_err"] < 1e-5
+    assert "technique 'none' cannot run" in verdicts["unknown"]["forward"]["skipped"]
+
+    original = bench.Subject.backward
+    wrong = lambda self: tuple(1.1 * g for g in original(self))  # noqa: E731
+    monkeypatch.setattr(bench.Subject, "backward", wrong)
+    assert bench.check_case(case, ["backward"])["right"]["backward"]["skipped"] == "wrong result"
+
+    records = list(bench.time_case(case, ["forward", "backward"], verdicts, 7, Clock()))
+    found = {(r["backend"], r["direction"]): r for r in records}
+    assert found["right", "backward"]["times"] == [1.0] * 7
+    assert found["right", "forward"]["technique"] == "separate (torch)"
+    assert found["unknown", "forward"]["times"] is None
+    merged = {(r["backend"], r["direction"]): r for r in bench.merge([records])}
+    assert merged["right", "forward"]["ms"] == 1.0 and merged["unknown", "forward"]["ms"] is None
+
+
+STAND_IN = """
+import json, sys
+from recsys_norm.bench import ops as bench
+from recsys_norm.bench.processes import case_of
+mode, cases = json.loads(sys.argv[1])
+cases = [case_of(c) for c in cases]
+say = lambda **message: print(json.dumps(message), flush=True)
+if mode == "check":
+    for index in range(len(cases)):
+        say(verdict={"case": index, "found": {"fused": {"forward": {}}, "triton/separate": {"forward": {}}}})
+say(ready=True)
+go = json.loads(sys.stdin.readline())["go"]
+say(self_test=SELF_TEST)
+for index, case in enumerate(cases):
+    for label in go["verdicts"][index]:
+        if label not in go["without"]:
+            times = [1.0 + go["seed"]] * go["launches"]
+            say(record=bench.record(case, "forward", label, times=times, gemm_times=times, norm_times=times))
+say(done=True)
+"""
+
+
+def run_stand_ins(tmp_path, runs, self_test=1.0, **options):
+    def command(mode, cases, settings):
+        arguments = json.dumps([mode, [processes.case_fields(c) for c in cases]])
+        return [sys.executable, "-c", STAND_IN.replace("SELF_TEST", str(self_test)), arguments]
+
+    cases = [Case("norm_linear", "rms", 1024, 512, 256)]
+    return processes.run(cases, {}, 9, runs, tmp_path / "ops.jsonl", command=command, **options)
+
+
+def test_processes_measure_in_turn_and_leave_a_journal(tmp_path):
+    chosen = []
+    result = run_stand_ins(tmp_path, 3, retune=lambda rows, environment: chosen.extend(rows))
+    assert result["self_test"] == [1.0] * 3
+    by_label = {r["backend"]: r for r in result["records"]}
+    assert by_label["triton/separate"]["ms"] == 2.0 and by_label["triton/separate"]["launches"] == 9
+    # what `fused` chooses is known after the first process
+    assert [row["technique"] for row in chosen] == ["triton/separate"]
+    assert by_label["fused"]["ms"] == 2.5 and by_label["fused"]["processes"] == 2
+    journal = [json.loads(line) for line in (tmp_path / "ops.jsonl").read_text().splitlines()]
+    assert [(r["process"], r["backend"]) for r in journal] == [
+        (0, "triton/separate"), *((seed, label) for seed in (1, 2) for label in ("fused", "triton/separate"))
+    ]  # fmt: skip
+
+
+def test_a_timer_that_is_off_reports_nothing(tmp_path):
+    with pytest.raises(processes.Failed, match="1.50 of it"):
+        run_stand_ins(tmp_path, 1, self_test=1.5)
+
+
+def test_a_process_that_dies_is_named(tmp_path):
+    with pytest.raises(processes.Failed, match="exit status 3"):
+        processes.run([], {}, 9, 1, tmp_path / "ops.jsonl", command=lambda *_: [sys.executable, "-c", "exit(3)"])

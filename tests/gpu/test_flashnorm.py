@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from norm_attention_cases import LENGTHS, arguments, check_slack
+from norm_attention_cases import LENGTHS, arguments, check_own_residual, check_slack
 
 from recsys_norm import ops
 from recsys_norm.testing import check_op
@@ -58,27 +58,42 @@ def test_norms_and_residuals(pre, post, scope):
             dtype=dtype, affine=affine, residual=not inner, param_dtype=FP32)  # fmt: skip
 
 
+# Scores err by their size times what is left of the normalised q and k once they are rounded to operands. Where scores are
+# large and few keys average that out, a bf16 gradient of any implementation errs by 2e-2 to 4e-2, more than the rule's cap:
+# such cases take a small scale in bf16, and keep the usual one in fp32.
+SMALL = 0.02
+
+
 @pytest.mark.parametrize("longest", [100, 300])
 @pytest.mark.parametrize("causal,window", [(True, None), (False, 20), (True, 1)])
 def test_causal_and_window(longest, causal, window):
     more = dict(causal=causal, window=window)
-    run(lengths(6, longest), lengths(6, longest), more, H=2, d=64, dtype=BF16, pre="layer", post="rms")
+    sizes = (lengths(6, longest), lengths(6, longest))
+    fields = dict(H=2, d=64, pre="layer", post="rms")
+    run(*sizes, more | (dict(scale=SMALL) if window == 1 else {}), dtype=BF16, **fields)
+    if window == 1:
+        run(*sizes, more, dtype=FP32, **fields)
 
 
 @pytest.mark.parametrize("longest", [100, 300])
 @pytest.mark.parametrize("window", [None, 20])
 def test_softmax(longest, window):
-    more = dict(softmax=True, causal=window is not None, window=window, scale=None)
-    for scope, on in (("head", "qk"), ("all_heads", "q")):
-        run(lengths(6, longest), lengths(6, longest), more, H=2, d=64, dtype=BF16, pre="rms", post="rms", on=on,
-            scope=scope, residual=True)  # fmt: skip
+    more = dict(softmax=True, causal=window is not None, window=window)
+    for scope, on, scale, dtype in (
+        ("head", "qk", SMALL, BF16),
+        ("head", "qk", None, FP32),
+        ("all_heads", "q", None, BF16),
+    ):
+        run(lengths(6, longest), lengths(6, longest), more | dict(scale=scale), H=2, d=64, dtype=dtype, pre="rms",
+            post="rms", on=on, scope=scope, residual=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("on", ["k", "qk"])
 @pytest.mark.parametrize("activation", ["gelu", ("silu", "relu2", "relu2")])
 def test_sides_and_activations(on, activation):
-    more = dict(activation=activation, scale=0.3)
-    run(lengths(6, 300), lengths(6, 100), more, H=3, d=64, dtype=BF16, pre="layer", post="layer", on=on)
+    for scale, dtype in ((0.1, BF16), (0.3, FP32)):
+        more = dict(activation=activation, scale=scale)
+        run(lengths(6, 300), lengths(6, 100), more, H=3, d=64, dtype=dtype, pre="layer", post="layer", on=on)
 
 
 def test_zeros_in_gamma_and_small_inputs():
@@ -96,6 +111,12 @@ def test_a5_rows_past_the_last_offset(dtype, limit):
     t, options = arguments((lengths(6, 300), lengths(6, 128)), H=2, d=64, dtype=dtype, pre="layer", post="rms",
                            residual=True, slack=7, device="cuda")  # fmt: skip
     check_slack(t, options | PFFN, POLICY, 7, limit)
+
+
+def test_q_as_its_own_residual():
+    t, options = arguments((lengths(6, 300), lengths(6, 128)), H=4, d=128, dtype=BF16, pre="layer", post="rms", slack=7,
+                           device="cuda")  # fmt: skip
+    check_own_residual(t, options | PFFN, POLICY, 8e-3)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 8])

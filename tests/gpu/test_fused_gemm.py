@@ -67,7 +67,7 @@ def shapes(op, technique, dtype, param_dtype):
 @pytest.mark.parametrize("op,technique", TECHNIQUES, ids=IDS)
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype,param_dtype", SIZES)
-def test_sizes(op, technique, norm, dtype, param_dtype):
+def test_a8_sizes(op, technique, norm, dtype, param_dtype):
     for shape in shapes(op, technique, dtype, param_dtype):
         tensors = tensors_for(op, norm=norm, dtype=dtype, param_dtype=param_dtype, mean=5.0, **shape)
         if shape["K"] == 1:  # a sum of few terms that cancel
@@ -81,6 +81,14 @@ def test_without_affine_and_bias(op, technique, norm):
     for M, K, N in ((300, 512, 512), (129, 1024, 256)):
         if able(op, technique, M, K, N, BF16):
             run(op, technique, norm, M=M, K=K, N=N, N2=40, dtype=BF16, affine=False, bias=False, scale=1e-3)
+
+
+@pytest.mark.parametrize("op,technique", TECHNIQUES, ids=IDS)
+def test_a12_eps_decides_small_inputs(op, technique):
+    for norm in NORMS:
+        for eps in (1e-5, 1e-6):
+            shape = dict(M=129, K=384, N=384, N2=40, dtype=BF16, bias=False, scale=1e-3)
+            run(op, technique, norm, options={"eps": eps}, **shape)
 
 
 @pytest.mark.parametrize("technique", [t for op, t in TECHNIQUES if op == "linear_norm"], ids=lambda t: t.name)

@@ -6,9 +6,9 @@ import torch
 from op_cases import tensors_for
 
 from recsys_norm import ops, reference
-from recsys_norm.kernels.hopper import backward, dgrad, launch, wgrad
-from recsys_norm.kernels.hopper.lazy import LAYER_NORM, fold
-from recsys_norm.testing import check_op, relative_error
+from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
+from recsys_norm.kernels.hopper.lazy import fold
+from recsys_norm.testing import check_close_to_reference, check_op, relative_error
 
 ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs a Hopper GPU")
@@ -31,17 +31,15 @@ def served(monkeypatch):
     """Calls that the Hopper backward served."""
     calls, original = [], backward.backward
 
-    def count(norm, saved, dy, needs):
+    def count(norm, eps, saved, dy, needs, add=None):
         calls.append(needs)
-        return original(norm, saved, dy, needs)
+        return original(norm, eps, saved, dy, needs, add)
 
     monkeypatch.setattr(backward, "backward", count)
     return calls
 
 
 def check(tensors, norm, served, **options):
-    if norm == "layer":
-        pytest.skip(LAYER_NORM)
     before = len(served)
     check_op("norm_linear", on_gpu(tensors), {"norm": norm, **options}, {"technique": "hopper/lazy"})
     assert len(served) == before + 1
@@ -80,6 +78,20 @@ def test_a10_constant_rows(norm, K, served):
     check(tensors, norm, served)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a10_many_constant_rows_of_moderate_size(dtype, served):
+    tensors = tensors_for("norm_linear", 300, 256, 136, norm="layer", dtype=dtype)
+    with torch.no_grad():
+        for rows, value in (
+            (slice(0, 4), 3000.0),
+            (slice(4, 8), 100.0),
+            (slice(100, 103), 200.0),
+            (slice(103, 123), -650.0),
+        ):
+            tensors["x"][rows] = value
+    check(tensors, "layer", served)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("K", [256, 760])
 def test_a20_only_what_is_needed(norm, K, served):
@@ -105,6 +117,37 @@ def test_a7_strides_and_expanded_gradients(served):
     assert len(served) == 6
 
 
+def gradients_of_x(op, tensors, norm, dy, **options):
+    y = op(**tensors, norm=norm, **options)
+    return torch.autograd.grad(y, tensors["x"], dy.to(y.dtype))[0]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("M,K,N", [(300, 128, 64), (1030, 256, 256), (129, 264, 136), (4097, 384, 384), (20000, 512, 512),
+                                   (1030, 760, 264), (20000, 1024, 192), (65, 2048, 512)])  # fmt: skip
+def test_a_gradient_of_the_residual_stream_is_added(M, K, N, dtype, norm):
+    """In the dtype's one rounding, whatever its row stride and address; without it nothing changes."""
+    t = on_gpu(tensors_for("norm_linear", M, K, N, norm=norm, dtype=dtype, mean=1.0))
+    dy = torch.randn(M, N, device="cuda").to(dtype)
+    wide = torch.randn(M, 2 * K + 9, device="cuda").to(dtype)
+    double = {n: p if p is None else p.detach().double().requires_grad_() for n, p in t.items()}
+    truth = gradients_of_x(reference.norm_linear, double, norm, dy)
+    unfused = gradients_of_x(ops.norm_linear, t, norm, dy, backend="unfused")
+    x, weight, bias, gamma, beta = (t[n].detach() if t[n] is not None else None for n in list(t))
+    y, mean, rstd = lazy.forward(x, weight, bias, gamma, beta, norm == "layer", 1e-5)
+    saved = (x, weight, bias, gamma, beta, mean, rstd, y if K > 512 else None)
+    run = lambda add: backward.backward(norm, 1e-5, saved, dy, (True, False, False, False, False), add)[0]  # noqa: E731
+    plain = run(None)
+    assert torch.equal(plain, run(torch.zeros_like(x)))
+    for add in (
+        wide[:, :K].contiguous(),
+        wide.view(-1)[: M * (2 * K + 8)].view(M, -1)[:, 8 : K + 8],
+        wide[:, 1 : K + 1],
+    ):
+        check_close_to_reference(run(add), unfused + add, truth + add.double(), dtype=dtype, name="dx with a sum")
+
+
 def problem(M, K, N, layer, dtype=BF16):
     """dy, x, weight, gamma, beta, mean, rstd for the kernels themselves."""
     x, dy = torch.randn(M, K, device="cuda").to(dtype), torch.randn(M, N, device="cuda").to(dtype)
@@ -123,14 +166,16 @@ def test_a26_a_thousand_launches_with_equal_bits(norm, K):
     folded, offset = fold(weight, None, gamma, beta, BF16, centre=norm == "layer")
     given = K > 512
     y = torch.randn_like(dy) if given else None
+    add = torch.randn_like(x)
 
     def run():
         delta = torch.full_like(rstd, float("nan")) if given and wgrad.makes_row_dots(BF16) else None
         dots = None if delta is None else wgrad.RowDots(y, offset, delta)
-        grads = wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, dots)
+        grads = [g for g in wgrad.gradients(dy, x, weight, None, gamma, beta, mean, rstd, 1e-5, dots) if g is not None]
         if given and delta is None:
             delta = dgrad.row_dots(dy, y, offset)
-        return dgrad.dx(dy, folded, x, mean, rstd, delta), *grads, *([delta] if given else [])
+        both = [dgrad.dx(dy, folded, x, mean, rstd, delta, more) for more in (None, add)]
+        return *both, *grads, *([delta] if given else [])
 
     first = run()
     different = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -147,7 +192,7 @@ def test_row_dots_alone_and_with_the_parameters(dtype):
     found = [dgrad.row_dots(dy, y, offset)]
     if wgrad.makes_row_dots(dtype):
         found.append(torch.full_like(rstd, float("nan")))
-        wgrad.gradients(dy, x, weight, gamma, beta, mean, rstd, wgrad.RowDots(y, offset, found[1]))
+        wgrad.gradients(dy, x, weight, None, gamma, beta, mean, rstd, 1e-5, wgrad.RowDots(y, offset, found[1]))
     truth = (dy.double() * (y.double() - offset[:520].double())).sum(1)
     for delta in found:
         assert relative_error(delta, truth) < 1e-5

@@ -29,8 +29,6 @@ def on_gpu(tensors):
 
 
 def run(norm, tensors=None, backward=False, **shape):
-    if norm == "layer":
-        pytest.skip(hopper.LAYER_NORM)
     tensors = on_gpu(tensors or tensors_for("norm_linear", norm=norm, **shape))
     registry.reset_counts()
     results = check_op("norm_linear", tensors, {"norm": norm}, {"technique": TECHNIQUE}, backward=backward)
@@ -110,8 +108,6 @@ def test_a10_constant_rows(norm, K, N):
 
 @pytest.mark.parametrize("norm", NORMS)
 def test_a7_strides_and_misalignment(norm):
-    if norm == "layer":
-        pytest.skip(hopper.LAYER_NORM)
     t = on_gpu(tensors_for("norm_linear", norm=norm, M=300, K=256, N=256, dtype=BF16))
     wide = torch.randn(300, 3 * 256 + 8, device="cuda").to(BF16)
     flat = torch.randn(300 * 256 + 1, device="cuda").to(BF16)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from norm_attention_cases import LENGTHS, arguments, check_slack
+from norm_attention_cases import LENGTHS, arguments, check_own_residual, check_slack
 from op_cases import FORCED
 
 from recsys_norm import ops
@@ -107,6 +107,12 @@ def test_a5_rows_past_the_last_offset(pre, post):
     for scope, inner in (("all_heads", True), ("head", False)):
         t, options = arguments(pre=pre, post=post, scope=scope, on="qk", residual=True, slack=3)
         check_slack(t, options | dict(inner_residual=inner), POLICY, 3, 1e-5)
+
+
+@pytest.mark.parametrize("pre,post", NORMS)
+def test_q_as_its_own_residual(pre, post):
+    t, options = arguments(pre=pre, post=post, slack=3)
+    check_own_residual(t, options | dict(inner_residual=True), POLICY, 1e-6)
 
 
 def test_a11_a_large_mean():

@@ -1,5 +1,7 @@
 """The Hopper backward without a GPU: how the rows of a weight gradient are divided, and what the kernels refuse."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -40,21 +42,34 @@ def test_tma_gets_a_copy_of_what_it_cannot_read():
         assert ready.stride(0) % 8 == 0 and ready.stride(0) >= ready.shape[1]
 
 
-@pytest.mark.parametrize("variants", [(), ("RESIDENT", "MULTICAST_ROWS", "MULTICAST_WEIGHT")])
-def test_every_form_has_a_kernel(variants, monkeypatch):
-    for name in variants:
-        monkeypatch.setattr(dgrad, name, True)
+def test_every_form_has_a_kernel():
     kernels = launch.manifest()["90"]["kernels"]
     for K in (8, 128, 136, 256, 264, 384, 392, 512, 520, 8192):
-        for N in (8, 256, 264, 2048):
-            for whole in (True, False) if K <= 512 else (False,):
-                form = dgrad.form_of(K, N, whole)
-                cluster = 2 if form in ("384", "512", "384a", "512a", "any2") else 1
-                for norm in ("rms", "layer"):
-                    for dtype in ("bf16", "fp16"):
-                        assert kernels[f"dx_{norm}_{dtype}_{form}"]["cluster"] == cluster
+        for whole in (True, False) if K <= 512 else (False,):
+            form = dgrad.form_of(K, whole)
+            for norm, dtype, extra in itertools.product(("rms", "layer"), ("bf16", "fp16"), ("", "_add")):
+                cluster = 2 if form in ("384", "512", "any") else 1
+                assert kernels[f"dx_{norm}_{dtype}_{form}{extra}"]["cluster"] == cluster
     with pytest.raises(ValueError, match="rows of 520 exceed the 512"):
-        dgrad.form_of(520, 8, True)
+        dgrad.form_of(520, True)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Names and arguments of the kernels that would run; their results stay as allocated."""
+    calls, kernels = [], launch.manifest()["90"]["kernels"]
+
+    class Kernel:
+        def __init__(self, name):
+            self.name, self.entry = name, kernels[name]
+
+        def __call__(self, grid, *args, **options):
+            assert len(args) == len(self.entry["params"]), self.name
+            calls.append((self.name, dict(zip((p["name"] for p in self.entry["params"]), args))))
+
+    monkeypatch.setattr(launch, "get", Kernel)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    return calls
 
 
 def test_no_kernel_spills():
@@ -62,3 +77,39 @@ def test_no_kernel_spills():
     mine = {n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_split_kernels")}
     assert len(mine) > 20
     assert {n: k["spills"] for n, k in mine.items() if k["spills"]} == {}
+
+
+def saved_for(norm, M=70, K=64, N=32, dtype=torch.bfloat16, param_dtype=torch.float32):
+    x, y = torch.zeros(M, K, dtype=dtype), torch.zeros(M, N, dtype=dtype)
+    weight, bias, vector = (torch.zeros(*s, dtype=param_dtype) for s in ((N, K), (N,), (K,)))
+    mean = torch.zeros(M) if norm == "layer" else None
+    return (x, weight, bias, vector, vector if norm == "layer" else None, mean, torch.ones(M), y)
+
+
+@pytest.mark.parametrize("K", [64, 520])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_gradients_share_no_memory_with_each_other(norm, K, launches):
+    saved = saved_for(norm, K=K)
+    needs = (True, True, True, True, norm == "layer")
+    grads = backward.backward(norm, 1e-5, saved, torch.zeros(70, 32, dtype=torch.bfloat16), needs)
+    assert [g is not None for g in grads] == list(needs)
+    places = [g.untyped_storage().data_ptr() for g in grads if g is not None]
+    assert len(set(places)) == len(places)
+
+
+def test_a_further_gradient_of_x_reaches_the_kernel_of_its_form(launches):
+    dy, add = torch.zeros(70, 32, dtype=torch.bfloat16), torch.zeros(70, 128, dtype=torch.bfloat16)[:, :64]
+    for given in (None, add):
+        backward.backward("rms", 1e-5, saved_for("rms"), dy, (True, False, False, False, False), given)
+    (plain, _), (added, args) = [call for call in launches if call[0].startswith("dx_")]
+    assert (plain, added) == ("dx_rms_bf16_128", "dx_rms_bf16_128_add")
+    assert args["add_desc"].data_ptr() == add.data_ptr() and args["add_desc"].stride() == (128, 1)
+
+
+@pytest.mark.parametrize("eps,limit", [(1e-5, 316.227), (0.0, float("inf"))])
+def test_the_limit_of_constant_rows_follows_eps(eps, limit, launches):
+    dy = torch.zeros(70, 32, dtype=torch.bfloat16)
+    backward.backward("layer", eps, saved_for("layer"), dy, (False, True, False, False, False))
+    args = next(args for name, args in launches if name.startswith("dw_split_layer"))
+    assert args["limit"] == pytest.approx(limit, rel=2e-6)
+    assert args["x_ptr"].shape == (70, 64) and args["stride_x"] == 64

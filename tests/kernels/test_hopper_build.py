@@ -158,7 +158,7 @@ def test_lazy_is_registered():
     [
         ({}, None),
         ({"dtype": FP16, "param_dtype": FP32, "K": 8, "N": 8, "strides": (72, 1)}, None),
-        ({"norm": "layer"}, lazy.LAYER_NORM),
+        ({"norm": "layer"}, None),
         ({"op": "linear_norm"}, "serves norm_linear"),
         ({"device": "cpu"}, "tensors are on cpu"),
         ({"arch": 80}, "compute capability 9.0"),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from op_cases import FORCED, GEMM_OPS, tensors_for
+from op_cases import FORCED, GEMM_OPS, check_added_gradient, tensors_for
 
 from recsys_norm import ops
 from recsys_norm.kernels.compile import declared_architectures, run_checks
@@ -303,6 +303,29 @@ def test_rows_that_are_cut(norm, width):
         assert not a[live:].any()
     for a, b in zip(got[1], expected[1]):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_gradient_of_the_residual_stream_is_added(kernels_serve, norm):
+    for dtype, width, limit in ((torch.float32, 40, 1e-6), (torch.float16, 520, 2e-3)):
+        check_added_gradient(
+            "separate", on_device(tensors_for("norm_linear", K=width, norm=norm, dtype=dtype)), norm, limit
+        )
+
+
+def test_both_additions_in_one_pass():
+    """more_dy and dsum at once, as where attention has an inner and an outer residual."""
+    from recsys_norm.kernels.norm.launch import norm_backward, norm_forward
+
+    for width in (40, 8200):
+        z, dy, more, dsum = torch.randn(4, 5, width, device=DEVICE)
+        out = norm_forward(z, norm="layer", eps=1e-5)
+        options = dict(norm="layer", dweight=torch.float32, dz_sum=torch.float32)
+        both = norm_backward(dy, z, out.mean, out.rstd, more_dy=more, dsum=dsum, **options)
+        summed = norm_backward(dy + more, z, out.mean, out.rstd, **options)
+        torch.testing.assert_close(both.dz, summed.dz + dsum)
+        torch.testing.assert_close(both.dweight, summed.dweight)
+        torch.testing.assert_close(both.dz_sum, summed.dz_sum + dsum.sum(0))
 
 
 def test_no_rows():

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from norm_attention_cases import LENGTHS, arguments, check_slack
+from norm_attention_cases import LENGTHS, arguments, check_own_residual, check_slack
 from op_cases import FORCED
 
 from recsys_norm import ops
@@ -74,6 +74,13 @@ def test_a7_slices_of_a_fused_projection():
         results.append([y, *torch.autograd.grad(y.sum(), leaves)])  # .sum(): an expanded gradient
     for a, b in zip(*results):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("pre,post", NORMS[1:])
+def test_q_as_its_own_residual(pre, post):
+    for scope, inner, slack in (("all_heads", True, 3), ("head", False, 0)):
+        t, options = arguments(pre=pre, post=post, scope=scope, slack=slack, device=DEVICE)
+        check_own_residual(t, options | dict(inner_residual=inner), FORCED, 1e-6)
 
 
 def test_a20_frozen_inputs():
