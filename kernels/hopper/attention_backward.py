@@ -19,8 +19,7 @@ MAX_ROWS = 2**31 - 2**20  # row numbers have 32 bits
 ACTIVATIONS = ("gelu", "gelu_tanh")
 FINISH_COLUMNS = 32
 KINDS = {None: 0, "rms": 1, "layer": 2}  # of a norm, as in the kernels
-NARROW, WIDE = 1, 2  # of a parameter
-INNER, ADD = 1 << 10, 1 << 11
+HAS_WEIGHT, INNER, ADD = 16, 128, 256  # bits of the kernel's `form`
 
 
 def why_not(problem: Problem) -> str | None:
@@ -67,16 +66,11 @@ def _words(offsets: Tensor) -> tuple[Tensor, int]:
     return offsets.view(torch.int32), offsets.element_size() // 4
 
 
-def _vectors(parameters: tuple[Tensor | None, ...], dtype: torch.dtype) -> tuple[list[Tensor | None], int]:
-    """The parameters as the kernel reads them, and their kinds, two bits each."""
-    vectors, kinds = [], 0
-    for i, p in enumerate(parameters):
-        if p is not None:
-            p = p.contiguous() if p.dtype in (dtype, torch.float32) else p.float()
-            p = p if p.data_ptr() % 16 == 0 else p.clone()
-            kinds |= (WIDE if p.dtype == torch.float32 else NARROW) << (2 * i)
-        vectors.append(p)
-    return vectors, kinds
+def _vectors(parameters: tuple[Tensor | None, ...]) -> tuple[list[Tensor | None], int]:
+    """The parameters as the kernel reads them, and a bit for each that is there."""
+    vectors = [None if p is None else p.float().contiguous() for p in parameters]
+    vectors = [p.clone() if p is not None and p.data_ptr() % 16 else p for p in vectors]
+    return vectors, sum((p is not None) << i for i, p in enumerate(vectors))
 
 
 def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
@@ -94,8 +88,8 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     rows = as_rows(q)
     keys, values = (as_rows(t) if U else rows for t in (k, v))  # without keys nothing of these is used
     hat = dout if hat is None or spec.post_norm is None else as_rows(hat)
-    (weight, bias, post_weight), kinds = _vectors((weight, bias, post_weight), q.dtype)
-    form = KINDS[spec.pre_norm] | KINDS[spec.post_norm] << 2 | kinds << 4
+    (weight, bias, post_weight), given = _vectors((weight, bias, post_weight))
+    form = KINDS[spec.pre_norm] | KINDS[spec.post_norm] << 2 | given * HAS_WEIGHT
     form |= (INNER if spec.inner_residual else 0) | (ADD if add is not None else 0)
     (q_words, q_step), (k_words, k_step) = _words(q_offsets), _words(k_offsets)
     name = NAMES[q.dtype]

@@ -274,70 +274,83 @@ def consumer(
 
 @gluon.jit
 def meet_cluster():
-    """All threads of all CTAs: barriers are initialised before anyone sends. Every partition begins with it."""
+    """All threads of all CTAs: nobody sends before the messages are cleared. Every partition begins with it."""
     asm: gl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;"
     gl.inline_asm(asm, "=r", [], gl.int32, is_pure=False)
 
 
 @gluon.constexpr_function
 def send_asm(outputs, inputs):
-    """Lane j of a half warp sends its rows' two values to CTA j."""
-    a, b, (row, *_), (buffer,), (barrier,), (rank,), (heads,) = inputs
+    """Lane j of a half warp, whose lanes hold the same rows, writes to CTA j."""
+    a, b, (row, *_), (buffer,), (rank,), (heads,) = inputs
     lines = [
-        "{ .reg .pred p; .reg .u32 j, to, bar;",
-        f"mov.u32 j, %laneid; and.b32 j, j, 15; setp.lt.u32 p, j, {heads};",
-        f"shl.b32 to, {rank}, 6; add.u32 to, to, {row}; shl.b32 to, to, 3; add.u32 to, to, {buffer};",
-        "@p mapa.shared::cluster.u32 to, to, j;",
-        f"@p mapa.shared::cluster.u32 bar, {barrier}, j;",
+        "{ .reg .pred p, q; .reg .u32 j, at, to;",
+        f"mov.u32 j, %laneid; and.b32 j, j, 15; setp.eq.u32 q, j, {rank};",
+        f"setp.lt.u32 p, j, {heads}; setp.ne.and.u32 p, j, {rank}, p;",
+        f"shl.b32 at, {rank}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
+        "@p mapa.shared::cluster.u32 to, at, j;",
     ]
     for n, (x, y) in enumerate(zip(a, b)):  # a thread's rows are 8 apart
-        send = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
-        lines.append(f"@p {send} [to + {64 * n}], {{{x}, {y}}}, [bar];")
+        lines.append(f"@q st.volatile.shared::cta.v2.b32 [at + {64 * n}], {{{x}, {y}}};")
+        lines.append(f"@p st.relaxed.cluster.shared::cluster.v2.b32 [to + {64 * n}], {{{x}, {y}}};")
     return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def expect_asm(outputs, inputs):
-    (barrier,), (heads,) = inputs
-    return f"""{{ .reg .pred p; .reg .u32 t, bytes;
- mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.u32 p, t, 0; shl.b32 bytes, {heads}, 9;
- @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [{barrier}], bytes;
-}}"""
 
 
 @gluon.constexpr_function
 def receive_asm(outputs, inputs):
+    """Poll until the rows' values carry the bit. What does not come, because a CTA is gone, ends the kernel with an
+    error after some seconds."""
     a, b = outputs
-    (row, *_), (buffer,), (slot,) = inputs
-    lines = [f"{{ .reg .u32 at; shl.b32 at, {slot}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};"]
-    lines += [f"ld.shared.v2.f32 {{{x}, {y}}}, [at + {64 * n}];" for n, (x, y) in enumerate(zip(a, b))]
-    return "\n".join([*lines, "}"])
+    (row, *_), (buffer,), (slot,), (bit,) = inputs
+    lines = [
+        "{ .reg .pred p, lost; .reg .u32 at, t, wrong, tries; mov.u32 tries, 0;",
+        f"shl.b32 at, {slot}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
+        "POLL: mov.u32 wrong, 0;",
+    ]
+    for n, (x, y) in enumerate(zip(a, b)):
+        lines.append(f"ld.volatile.shared::cta.v2.b32 {{{x}, {y}}}, [at + {64 * n}];")
+        lines.append(f"xor.b32 t, {x}, {bit}; or.b32 wrong, wrong, t; xor.b32 t, {y}, {bit}; or.b32 wrong, wrong, t;")
+    lines.append(f"add.u32 tries, tries, 1; setp.gt.u32 lost, tries, {1 << 24}; @lost trap;")
+    lines.append("and.b32 wrong, wrong, 1; setp.ne.u32 p, wrong, 0; @p bra POLL; }")
+    return "\n".join(lines)
 
 
 @gluon.jit
-def expect_messages(barrier, heads):
-    gl.inline_asm(expect_asm, ("r", "r"), [barrier, heads], is_pure=False)
+def send(a, b, rows, buffer, bit, rank, heads):
+    """The rows' two sums of this CTA to all CTAs of the cluster. The last bit of a value tells which of a buffer's uses
+    it belongs to, so that no barrier is needed. Two buffers in turn suffice: a warp sends for block i + 2 after it has
+    seen what the others sent for block i + 1, and they sent that after they had read what it sent for block i."""
+    x = (a.to(gl.int32, bitcast=True) & -2) | bit
+    y = (b.to(gl.int32, bitcast=True) & -2) | bit
+    gl.inline_asm(send_asm, ("r", "r", "r", "r", "r", "r"), [x, y, rows, buffer, rank, heads], is_pure=False)
 
 
 @gluon.jit
-def send(a, b, rows, buffer, barrier, rank, heads):
-    """The rows' two sums of this CTA to all CTAs of the cluster."""
-    gl.inline_asm(
-        send_asm, ("f", "f", "r", "r", "r", "r", "r"), [a, b, rows, buffer, barrier, rank, heads], is_pure=False
-    )
-
-
-@gluon.jit
-def receive(rows, buffer, heads):
+def receive(rows, buffer, bit, heads):
     """The rows' two sums over all heads, always added in the same order."""
-    T: gl.constexpr = gl.distributed_type(gl.float32, [STRIP], gl.SliceLayout(1, strip_layout()))
-    a = gl.zeros([STRIP], gl.float32, gl.SliceLayout(1, strip_layout()))
+    R: gl.constexpr = gl.SliceLayout(1, strip_layout())
+    T: gl.constexpr = gl.distributed_type(gl.int32, [STRIP], R)
+    a = gl.zeros([STRIP], gl.float32, R)
     b = a
     for head in range(heads):
-        x, y = gl.inline_asm(receive_asm, ("=&f", "=&f", "r", "r", "r"), [rows, buffer, head], (T, T), is_pure=False)
-        a += x
-        b += y
+        args = [rows, buffer, head, bit]
+        x, y = gl.inline_asm(receive_asm, ("=&r", "=&r", "r", "r", "r", "r"), args, (T, T), is_pure=False)
+        a += x.to(gl.float32, bitcast=True)
+        b += y.to(gl.float32, bitcast=True)
     return a, b
+
+
+@gluon.jit
+def clear_messages(messages):
+    L: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    whole = messages.reinterpret(gl.float32, [2 * MAX_HEADS, 2 * BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    whole.store(gl.zeros([2 * MAX_HEADS, 2 * BLOCK], gl.float32, L))
+
+
+@gluon.jit
+def bit_of(block):
+    """What the messages of a block carry; buffers begin with zeros."""
+    return (block >> 1 & 1) ^ 1
 
 
 # ---- side ------------------------------------------------------------------------------------------------------------
@@ -474,7 +487,7 @@ def row_vectors(facts, start, first, q_len, form, dtype: gl.constexpr):
 @gluon.jit
 def side(
     q_desc, k_desc, v_desc, dout_desc, hat_desc, k_s, v_s, q_s, do_s, qn_s, h_s, rows_s, front_s, back_s, facts,
-    kv_full, q_full, x_full, ready, h_full, h_free, front_bar, back_bar, add_ptr, dq_ptr, add_pitch, dq_pitch,
+    kv_full, q_full, x_full, ready, h_full, h_free, add_ptr, dq_ptr, add_pitch, dq_pitch,
     start, q_len, k_start, head, heads, blocks, form,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
@@ -482,6 +495,8 @@ def side(
     R: gl.constexpr = gl.SliceLayout(1, S)
     C: gl.constexpr = gl.SliceLayout(0, S)
     STRIPS: gl.constexpr = BLOCK // STRIP
+    clear_messages(front_s)
+    clear_messages(back_s)
     meet_cluster()
     column = head * WIDTH
     mbarrier.expect(kv_full, 8 * k_desc.nbytes_per_cta)
@@ -515,7 +530,6 @@ def side(
             if j < blocks:
                 issue_x(dout_desc, hat_desc, do_s, qn_s, x_full, start + j * BLOCK, column, j)
             slot = i % Q_SLOTS
-            expect_messages(back_bar.index(i & 1), heads)
             for strip in range(STRIPS):
                 rows = strip * STRIP + local
                 live = i * BLOCK + rows < q_len
@@ -534,12 +548,11 @@ def side(
                 ho = ho * wo[None, :]
                 dot = row_sums(he * xe, ho * xo)
                 total = row_sums(he, ho)
-                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), back_bar.index(i & 1), head, heads)
+                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), head, heads)
         if j < blocks:  # block i + 2: sums of the post-norm's backward
             slot = j % Q_SLOTS
             next_rstd, next_shift, next_o = row_vectors(facts, start, j * BLOCK, q_len, form, dtype)
             mbarrier.wait(x_full.index(j & 1), (j >> 1) & 1)
-            expect_messages(front_bar.index(j & 1), heads)
             for strip in range(STRIPS):
                 rows = strip * STRIP + local
                 live = j * BLOCK + rows < q_len
@@ -552,13 +565,12 @@ def side(
                 do = do * go[None, :]
                 dot = row_sums(de * ze, do * zo)
                 total = row_sums(de, do)
-                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), front_bar.index(j & 1), head, heads)
+                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), head, heads)
             store_rows(rows_s, 2 * slot, next_rstd)
             store_rows(rows_s, 2 * slot + 1, next_shift)
             store_rows(rows_s, 2 * Q_SLOTS + (j & 1), next_o)
         if i >= 0:  # block i: dq
             slot = i % Q_SLOTS
-            mbarrier.wait(back_bar.index(i & 1), (i >> 1) & 1)
             for strip in range(STRIPS):
                 rows = strip * STRIP + local
                 live = i * BLOCK + rows < q_len
@@ -569,7 +581,7 @@ def side(
                                    mask=live[:, None] & (pairs >= 0)[None, :], other=0)  # fmt: skip
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
                 shift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
-                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), heads)
+                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), heads)
                 he, ho = unpack(load_pairs(h_s.index(0), offsets + strip * (STRIP * 128)), dtype)
                 xe, xo = unpack(load_pairs(q_s.index(2 * slot), offsets + strip * (STRIP * 128)), dtype)
                 me, mo = unpack(more, dtype)
@@ -589,13 +601,12 @@ def side(
         if j < blocks:  # block i + 2: do and qn
             slot = j % Q_SLOTS
             mbarrier.wait(q_full.index(slot), (j // Q_SLOTS) & 1)
-            mbarrier.wait(front_bar.index(j & 1), (j >> 1) & 1)
             for strip in range(STRIPS):
                 rows = strip * STRIP + local
                 live = j * BLOCK + rows < q_len
                 here = offsets + strip * (STRIP * 128)
                 o_rstd = rows_s.index((2 * Q_SLOTS + (j & 1)) * STRIPS + strip).load(R)
-                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), heads)
+                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), heads)
                 slope = -dot * number(facts, POST_SLOPE) * o_rstd
                 constant = -total * number(facts, POST_SHIFT) * o_rstd
                 de, do = unpack(load_live(do_s.index(2 * (j & 1)), here, live), dtype)
@@ -701,8 +712,6 @@ def attention_backward_kernel(
     q_full = mbarrier.allocate_mbarrier(batch=Q_SLOTS)
     x_full = mbarrier.allocate_mbarrier(batch=2)
     ready = mbarrier.allocate_mbarrier(batch=2)
-    front_bar = mbarrier.allocate_mbarrier(batch=2)
-    back_bar = mbarrier.allocate_mbarrier(batch=2)
     mbarrier.init(kv_full, count=1)
     mbarrier.init(kv_ready, count=2)
     mbarrier.init(t_full, count=2)
@@ -713,8 +722,6 @@ def attention_backward_kernel(
     for stage in gl.static_range(2):
         mbarrier.init(x_full.index(stage), count=1)
         mbarrier.init(ready.index(stage), count=1)
-        mbarrier.init(front_bar.index(stage), count=1)
-        mbarrier.init(back_bar.index(stage), count=1)
     facts = gl.allocate_shared_memory(gl.int64, [FACTS], PLAIN)
     keys = k_start.to(gl.int64) * dk_token + head * WIDTH
     column = head * WIDTH
@@ -731,7 +738,7 @@ def attention_backward_kernel(
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
                         scale, form, gl.constexpr(1), ACT, FAST)),
             (side, (q_desc, k_desc, v_desc, dout_desc, hat_desc, k_s, v_s, q_s, do_s, qn_s, h_s, rows_s, front_s, back_s,
-                    facts, kv_full, q_full, x_full, ready, h_full, h_free, front_bar, back_bar, add_ptr, dq_ptr,
+                    facts, kv_full, q_full, x_full, ready, h_full, h_free, add_ptr, dq_ptr,
                     add_pitch, dq_pitch, start, q_len, k_start, head, heads, blocks, form)),
         ],
         [4, 4],

@@ -117,6 +117,19 @@ def _merge(outputs, inputs):
     return "\n".join([*lines, "}"])
 
 
+@gluon.constexpr_function
+def _own(outputs, inputs):
+    return (
+        f"{{ .reg .b32 r; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 {outputs[0][0]}, {inputs[0][0]}, r; }}"
+    )
+
+
+@gluon.jit
+def own_address(place):
+    """Inline assembly gets addresses of shared memory as those of the cluster's first CTA."""
+    return gl.inline_asm(_own, "=r,r", [place], gl.int32, is_pure=False)
+
+
 @gluon.jit
 def await_phase(bar, phase):
     gl.inline_asm(_await, "r,r,~{memory}", [bar, phase], (), is_pure=False)
@@ -139,8 +152,8 @@ def meet_cluster():
 def exchange(mean, square, messages, arrived, count, rank, heads):
     """(mean, sum of squared deviations) of whole rows, from those of each CTA's part."""
     slot = count & 1
-    buffer = messages.index(slot)
-    bar = arrived.index(slot)
+    buffer = own_address(messages.index(slot))
+    bar = own_address(arrived.index(slot))
     kind: gl.constexpr = mean.type
     gl.inline_asm(_send, "r,r,r,r,f,f,f,f,~{memory}", [buffer, bar, rank, heads, mean, square], (), is_pure=False)
     await_phase(bar, (count >> 1) & 1)
@@ -388,9 +401,10 @@ def attention_forward_kernel(
             x = widen(qn)
             mean, square = moments(x, pre)
             members = 1
-            if per_head == 0:
+            if (per_head == 0) & (heads > 1):
                 mean, square = exchange(mean, square, messages, arrived, exchanges, rank, heads)
                 exchanges += 1
+            if per_head == 0:
                 members = heads
             rstd = gl.rsqrt(square * (1.0 / (members * WIDTH).to(gl.float32)) + eps)
             if per_head != 0:
@@ -433,8 +447,9 @@ def attention_forward_kernel(
             o += widen(qn)
         if post != NONE:
             mean, square = moments(o, post)
-            mean, square = exchange(mean, square, messages, arrived, exchanges, rank, heads)
-            exchanges += 1
+            if heads > 1:
+                mean, square = exchange(mean, square, messages, arrived, exchanges, rank, heads)
+                exchanges += 1
             rstd = gl.rsqrt(square * (1.0 / pitch.to(gl.float32)) + eps)
             if rank == 0:
                 origin = gl.zeros([ROWS], gl.float32, row_layout())

@@ -132,6 +132,19 @@ def _merge8(outputs, inputs):
     return _merge_of(8, outputs, inputs)
 
 
+@gluon.constexpr_function
+def _own(outputs, inputs):
+    return (
+        f"{{ .reg .b32 r; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 {outputs[0][0]}, {inputs[0][0]}, r; }}"
+    )
+
+
+@gluon.jit
+def own_address(place):
+    """Inline assembly gets addresses of shared memory as those of the cluster's first CTA."""
+    return gl.inline_asm(_own, "=r,r", [place], gl.int32, is_pure=False)
+
+
 @gluon.jit
 def await_phase(bar, phase):
     gl.inline_asm(_await, "r,r,~{memory}", [bar, phase], (), is_pure=False)
@@ -152,18 +165,19 @@ def meet_cluster():
 
 @gluon.jit
 def send(buffer, bar, rank, heads, mean, square):
-    gl.inline_asm(_send, "r,r,r,r,f,f,f,f,~{memory}", [buffer, bar, rank, heads, mean, square], (), is_pure=False)
+    args = [own_address(buffer), own_address(bar), rank, heads, mean, square]
+    gl.inline_asm(_send, "r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
 
 
 @gluon.jit
 def collect(buffer, bar, phase, heads, PEERS: gl.constexpr):
     """(mean, sum of squared deviations) of whole rows, from those of each CTA's part."""
     kind: gl.constexpr = gl.distributed_type(gl.float32, [ROWS], row_layout())
-    await_phase(bar, phase)
+    await_phase(own_address(bar), phase)
     inverse = 1.0 / heads.to(gl.float32)
     merge: gl.constexpr = _merge4 if PEERS == 4 else _merge8
     return gl.inline_asm(
-        merge, "=&f,=&f,=&f,=&f,r,r,f,~{memory}", [buffer, heads, inverse], (kind, kind), is_pure=False
+        merge, "=&f,=&f,=&f,=&f,r,r,f,~{memory}", [own_address(buffer), heads, inverse], (kind, kind), is_pure=False
     )
 
 
@@ -468,7 +482,7 @@ def attention_pipelined_kernel(
     fresh = 1
     count = 0  # blocks
     sequences = 0
-    talk = ((pre != NONE) & (per_head == 0)) | (post != NONE)
+    talk = (((pre != NONE) & (per_head == 0)) | (post != NONE)) & (heads > 1)
     qn = gl.zeros([ROWS, WIDTH], dtype, tile_layout())
     s = gl.zeros([ROWS, WIDTH], gl.float32, tile_layout())
     zeros = gl.zeros([ROWS, WIDTH], gl.float32, tile_layout())
@@ -489,7 +503,7 @@ def attention_pipelined_kernel(
             if per_head == 0:
                 mean, square = collect(messages.index(0), arrived.index(0), 0, heads, PEERS)
             else:
-                await_phase(arrived.index(0), 0)
+                await_phase(own_address(arrived.index(0)), 0)
             meet_cluster()  # the next message to the same place waits until all have read this one
         qn = q_norm(
             q_s.index(0),
@@ -563,7 +577,7 @@ def attention_pipelined_kernel(
             if per_head == 0:
                 mean, square = collect(messages.index(0), arrived.index(0), (count + 1) & 1, heads, PEERS)
             else:
-                await_phase(arrived.index(0), (count + 1) & 1)
+                await_phase(own_address(arrived.index(0)), (count + 1) & 1)
             send(messages.index(1), arrived.index(1), rank, heads, o_mean, o_square)
         qn = q_norm(
             next_place,
@@ -603,13 +617,11 @@ def attention_pipelined_kernel(
             o += load_other(residual_ptr, row, rows, r_token, column).to(gl.float32)
         out = o.to(dtype)
         mbarrier.wait(k_ready, sequences & 1)
-        next_operand = gl.convert_layout(qn, operand_layout())
-        s = warpgroup_mma(next_operand, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         if BULK:
             tma.store_wait(0)
             gl.barrier()
         put_rows(out_desc, out_ptr, out, place, row, rows, pitch, column, BULK)
-        s, next_operand = warpgroup_mma_wait(0, deps=(s, next_operand))
+        s = warpgroup_mma(gl.convert_layout(qn, operand_layout()), k_s.permute((1, 0)), zeros, use_acc=False)
         if following + next_rows < end:
             if BULK:
                 tma.store_wait(0)
@@ -660,7 +672,7 @@ def variants():
             args |= {n: "i32" for n in ("batch", "queries", "heads", "max_keys")}
             args |= {"scale": "fp32", "eps": "fp32"}
             args |= {n: "i32" for n in ("pre", "post", "per_head", "inner", "residual", "narrow", "codes")}
-            for form, bulk, peers in (("pipelined", False, 8), ("bulk", True, 8), ("small", True, 4)):
+            for form, bulk, peers in (("bulk", True, 8), ("small", True, 4)):
                 yield Variant(
                     f"attention_{form}_{name}_{dtype}",
                     attention_pipelined_kernel,

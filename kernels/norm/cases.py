@@ -83,7 +83,7 @@ def _backwards(tile: Tile, dtype: str, param: str, arch: int) -> Iterator[Compil
     for kind in ("plain", "more", "activation"):
         config = backward_config(tile.block, _BYTES[dtype], "layer", kind)
         if config is not None:
-            tiles[kind == "plain", *config._replace(per_sm=0)] = kind
+            tiles[(kind == "plain", *config._replace(per_sm=0))] = kind
     for kind in tiles.values():
         if arch == 90 or kind != "plain" or len(tiles) == 1:
             yield _backward(tile, dtype, param, True, kind)

@@ -144,13 +144,19 @@ def run(
             what is left.
         retune: called with the first process' winners and the environment; the later ones then time the new choice.
     """
-    until = time.time() + (1e9 if time_limit is None else time_limit)
+    start = time.time()
+    until = start + (1e9 if time_limit is None else time_limit)
+
+    def note(what: str) -> None:
+        print(f"{time.time() - start:.0f} s: {what}", file=sys.stderr, flush=True)
+
     processes = [Process(command("measure" if seed else "check", cases, settings)) for seed in range(runs)]
     results: list[list[dict]] = []
     self_tests: list[float] = []
     environment = env.record()
     try:
         verdicts = [m["verdict"]["found"] for m in processes[0].until("ready")]
+        note(f"{len(verdicts)} cases checked")
         for process in processes[1:]:
             list(process.until("ready"))
         with journal.open("w") as file:
@@ -167,6 +173,7 @@ def run(
                         print(json.dumps({"process": seed, **message["record"]}), file=file, flush=True)
                 results.append(records)
                 process.end()
+                note(f"process {seed} has measured {len(records)} records")
                 if retune and not seed:
                     retune(bench.winners(bench.merge(results)), environment)
     finally:

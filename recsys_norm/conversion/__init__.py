@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from torch import fx, nn
 
 from recsys_norm.conversion import patterns, transformer
+from recsys_norm.conversion.norms import looks_like_one, spec_of
 from recsys_norm.conversion.swaps import is_swapped, restore, set_policy, swap
 from recsys_norm.nn.policy import Policy
-from recsys_norm.nn.torch_modules import NORMS
 
 __all__ = ["Conversion", "convert", "revert"]
 
@@ -43,9 +43,10 @@ def convert(
 
     Found are `norm -> linear`, `linear -> norm` and `linear -> norm (-> activation) -> linear` wherever torch.fx can follow
     the data (in the model, or in the largest parts of it that can be traced), nn.TransformerEncoderLayer, pre- and
-    post-norm, and every other nn.LayerNorm and nn.RMSNorm by itself. Modules keep their place, parameters, dtype, eps,
-    training flag and state_dict keys; they change their class (see `recsys_norm.conversion.swaps`). Converting again changes
-    nothing but the backend; `revert` undoes it.
+    post-norm, and every other norm by itself. A norm is an nn.LayerNorm, an nn.RMSNorm, or another project's class that
+    computes the same (tried out on a copy). Modules keep their place, parameters, dtype, eps, training flag and state_dict
+    keys; they change their class (see `recsys_norm.conversion.swaps`). Converting again changes nothing but the backend;
+    `revert` undoes it.
 
     Args:
         model: any nn.Module, on any device.
@@ -121,12 +122,14 @@ def _alone(model: nn.Module, policy: Policy, result: Conversion) -> None:
     layers = [m for m in model.modules() if isinstance(m, transformer.FusedTransformerEncoderLayer)]
     served = {id(inner) for layer in layers for inner in layer.modules()}
     for name, module in model.named_modules():
-        if type(module) not in NORMS or id(module) in served:
+        if id(module) in served:
             continue
-        if len(module.normalized_shape) != 1:
-            result.left[name] = (
-                f"it normalises over {len(module.normalized_shape)} dimensions, the ops over the last one"
-            )
+        spec = spec_of(module)
+        if spec is None:
+            if looks_like_one(module):
+                result.left[name] = f"{type(module).__name__} does not compute what nn.LayerNorm or nn.RMSNorm does"
+        elif len(spec.shape) != 1:
+            result.left[name] = f"it normalises over {len(spec.shape)} dimensions, the ops over the last one"
         else:
             swap(module, "norm", policy)
             result.replaced.append(("norm", (name,)))

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import fx, nn
 
-from recsys_norm.nn.torch_modules import NORMS, activation_name
+from recsys_norm.conversion.norms import spec_of
+from recsys_norm.nn.torch_modules import activation_name
 
 _OPAQUE = (
     "torchrec.modules.embedding",
@@ -36,7 +37,7 @@ class Tracer(fx.Tracer):
 
     def is_leaf_module(self, module: nn.Module, name: str) -> bool:
         known = isinstance(module, nn.TransformerEncoderLayer) or type(module).__module__.startswith(_OPAQUE)
-        return known or super().is_leaf_module(module, name)
+        return known or super().is_leaf_module(module, name) or spec_of(module) is not None
 
 
 def trace(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, fx.Graph]]:
@@ -58,12 +59,13 @@ def chains(root: nn.Module, graph: fx.Graph) -> tuple[list[Chain], dict[str, str
     taken: set[str] = set()
     reasons: dict[str, str] = {}
     for node in graph.nodes:
-        if node.op != "call_module" or type(modules[node.target]) not in NORMS:
+        spec = spec_of(modules[_name(node)]) if node.op == "call_module" else None
+        if spec is None:
             continue
         if calls[node.target] > 1:
             reasons[node.target] = "it is called more than once"
             continue
-        for chain in _around(node, modules, calls):
+        for chain in _around(node, spec.shape[-1], modules, calls):
             if not taken & set(chain.names):
                 taken |= set(chain.names)
                 found.append(chain)
@@ -72,10 +74,11 @@ def chains(root: nn.Module, graph: fx.Graph) -> tuple[list[Chain], dict[str, str
     return found, reasons
 
 
-def _around(node: fx.Node, modules: dict[str, Any], calls: Counter) -> Iterator[Chain]:
+def _around(node: fx.Node, width: int, modules: dict[str, Any], calls: Counter) -> Iterator[Chain]:
     """What the norm of a node can be fused with, the best first."""
-    width = modules[_name(node)].normalized_shape[-1]
-    before = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+    if len(node.args) != 1 or node.kwargs:
+        return
+    before = node.args[0] if isinstance(node.args[0], fx.Node) else None
     if before is not None:
         alone = _is_linear(before, modules, calls) and len(before.users) == 1
         before = before if alone and modules[_name(before)].out_features == width else None

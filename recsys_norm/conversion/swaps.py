@@ -7,17 +7,18 @@ pass their input on. So the code that calls the modules, their names, parameters
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from recsys_norm import ops
+from recsys_norm.conversion import graphs
+from recsys_norm.conversion.norms import STATE, arguments_of, spec_of
 from recsys_norm.nn.policy import Policy
-from recsys_norm.nn.torch_modules import ACTIVATIONS, NORMS, norm_arguments
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_STATE = "_recsys_norm"  # attribute of a swapped module, in its __dict__ past nn.Module's registration
 
 
 if TYPE_CHECKING:
@@ -33,27 +34,29 @@ class Swapped(_Base):
 
     @property
     def policy(self) -> Policy:
-        return self.__dict__[_STATE]["policy"]
+        return self.__dict__[STATE]["policy"]
 
     @property
     def parts(self) -> tuple[Any, ...]:
-        return self.__dict__[_STATE]["parts"]
+        return self.__dict__[STATE]["parts"]
 
-    def original(self, x: Tensor) -> Tensor:
+    def original(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """What the modules computed before they were swapped."""
         for part in self.parts:
             x = origin(part).forward(part, x)
-        return origin(self).forward(self, x)
+        return origin(self).forward(self, x, *args, **kwargs)
 
     def fused(self, x: Tensor) -> Tensor:
         """What it computes now."""
         raise NotImplementedError
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fused(x) if x.dtype in DTYPES else self.original(x)
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args or kwargs or x.dtype not in DTYPES:  # further arguments: of a norm with a class of its own
+            return self.original(x, *args, **kwargs)
+        return self.fused(x)
 
     def extra_repr(self) -> str:
-        backend = self.__dict__[_STATE]["policy"].backend
+        backend = self.__dict__[STATE]["policy"].backend
         return ", ".join(filter(None, (super().extra_repr(), f"{self.kind}, backend={backend!r}")))
 
 
@@ -72,8 +75,9 @@ class _NormLinear(Swapped):
     bias: Tensor | None
 
     def fused(self, x: Tensor) -> Tensor:
-        (norm,) = self.parts
-        return ops.norm_linear(x, self.weight, self.bias, **norm_arguments(norm), **self.policy.arguments())
+        given, (N, K) = arguments_of(self.parts[0]), self.weight.shape
+        how = graphs.arguments(self.policy, "norm_linear", x, given, K, N, bias=self.bias is not None)
+        return ops.norm_linear(x, self.weight, self.bias, **given, **how)
 
 
 class _LinearNormLinear(Swapped):
@@ -82,66 +86,65 @@ class _LinearNormLinear(Swapped):
     bias: Tensor | None
 
     def fused(self, x: Tensor) -> Tensor:
-        first, norm, *activation = self.parts
-        return ops.linear_norm_linear(
-            x,
-            first.weight,
-            first.bias,
-            self.weight,
-            self.bias,
-            activation=self.__dict__[_STATE]["activation"],
-            **norm_arguments(norm),
-            **self.policy.arguments(),
-        )
+        (first, norm, *_), activation = self.parts, self.__dict__[STATE]["activation"]
+        given, (N, K) = arguments_of(norm), first.weight.shape
+        fields = dict(N2=self.weight.shape[0], activation=activation, bias=first.bias is not None)
+        how = graphs.arguments(self.policy, "linear_norm_linear", x, given, K, N, **fields)
+        linears = (first.weight, first.bias, self.weight, self.bias)
+        return ops.linear_norm_linear(x, *linears, activation=activation, **given, **how)
 
 
 class _LinearNorm(Swapped):
     kind = "linear_norm"
 
     def fused(self, x: Tensor) -> Tensor:
-        (linear,) = self.parts
-        y = ops.linear_norm(x, linear.weight, linear.bias, **norm_arguments(self), **self.policy.arguments())
-        return cast(Tensor, y)
+        (linear,), given = self.parts, arguments_of(self)
+        N, K = linear.weight.shape
+        how = graphs.arguments(self.policy, "linear_norm", x, given, K, N, bias=linear.bias is not None)
+        return cast(Tensor, ops.linear_norm(x, linear.weight, linear.bias, **given, **how))
 
 
 class _Norm(Swapped):
     kind = "norm"
-    weight: Tensor | None
-    bias: Tensor | None
-    eps: Any
 
     def fused(self, x: Tensor) -> Tensor:
-        how = self.policy.arguments()
-        if issubclass(origin(self), nn.LayerNorm):
-            return cast(Tensor, ops.layer_norm(x, self.weight, self.bias, self.eps, **how))
-        return cast(Tensor, ops.rms_norm(x, self.weight, self.eps, **how))
+        given = arguments_of(self)
+        how = graphs.arguments(self.policy, "norm", x, given, x.shape[-1], x.shape[-1])
+        if given["norm"] == "layer":
+            return cast(Tensor, ops.layer_norm(x, given["norm_weight"], given["norm_bias"], given["eps"], **how))
+        return cast(Tensor, ops.rms_norm(x, given["norm_weight"], given["eps"], **how))
+
+
+_MIXINS = {mixin.kind: mixin for mixin in (_NormLinear, _LinearNormLinear, _LinearNorm, _Norm)}
+_BY_NAME = {mixin.__name__.lstrip("_"): mixin for mixin in (Passed, *_MIXINS.values())}
+
+
+_made: dict[tuple[type, type], type] = {}
 
 
 def _class(mixin: type, base: type) -> type:
-    """A class of this module, so that converted models pickle."""
-    name = f"{mixin.__name__.lstrip('_')}_{base.__name__}"
-    made = type(name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})
-    globals()[name] = made
-    return made
+    """The swapped class of a class. Its name says how it is made, so that converted models pickle."""
+    if (mixin, base) not in _made:
+        name = ":".join((mixin.__name__.lstrip("_"), base.__module__.replace(".", "/"), base.__qualname__))
+        _made[mixin, base] = type(name, (mixin, base), {"__module__": __name__, "__doc__": mixin.__doc__})
+    return _made[mixin, base]
 
 
-_CLASSES = {
-    (mixin, base): _class(mixin, base)
-    for mixin, bases in (
-        (Passed, (nn.Linear, *NORMS, nn.GELU, *ACTIVATIONS)),
-        (_NormLinear, (nn.Linear,)),
-        (_LinearNormLinear, (nn.Linear,)),
-        (_LinearNorm, NORMS),
-        (_Norm, NORMS),
-    )
-    for base in bases
-}
-_BY_KIND = {mixin.kind: mixin for mixin, _ in _CLASSES}
+def __getattr__(name: str) -> type:
+    """A swapped class by its name, where a model is unpickled."""
+    kind, _, rest = name.partition(":")
+    module, _, base = rest.partition(":")
+    if kind not in _BY_NAME or not base:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found: Any = importlib.import_module(module.replace("/", "."))
+    for part in base.split("."):
+        found = getattr(found, part)
+    return _class(_BY_NAME[kind], found)
 
 
 def origin(module: nn.Module) -> type[nn.Module]:
     """The class a module had before it was swapped."""
-    return module.__dict__[_STATE]["origin"] if is_swapped(module) else type(module)
+    return module.__dict__[STATE]["origin"] if is_swapped(module) else type(module)
 
 
 def is_swapped(module: nn.Module) -> bool:
@@ -151,20 +154,20 @@ def is_swapped(module: nn.Module) -> bool:
 def swap(module: nn.Module, kind: str, policy: Policy, parts: tuple[nn.Module, ...] = (), **state: Any) -> None:
     """Give a module the class for `kind`; `parts` are the modules before it whose work it takes over, which pass on."""
     for part in parts:
-        set_class(part, _CLASSES[Passed, type(part)], policy, ())
-    set_class(module, _CLASSES[_BY_KIND[kind], type(module)], policy, parts, **state)
+        set_class(part, _class(Passed, type(part)), policy, (), spec=spec_of(part))
+    set_class(module, _class(_MIXINS[kind], type(module)), policy, parts, spec=spec_of(module), **state)
 
 
 def set_class(module: nn.Module, target: type, policy: Policy, parts: tuple[nn.Module, ...], **state: Any) -> None:
     """Make a module one of the swapped class `target`."""
-    module.__dict__[_STATE] = {"origin": type(module), "policy": policy, "parts": parts, **state}
+    module.__dict__[STATE] = {"origin": type(module), "policy": policy, "parts": parts, **state}
     module.__class__ = target
 
 
 def restore(module: nn.Module) -> None:
     """Give a swapped module its own class back."""
-    module.__class__ = module.__dict__.pop(_STATE)["origin"]
+    module.__class__ = module.__dict__.pop(STATE)["origin"]
 
 
 def set_policy(module: nn.Module, policy: Policy) -> None:
-    module.__dict__[_STATE]["policy"] = policy
+    module.__dict__[STATE]["policy"] = policy

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys_norm import ops
+from recsys_norm.conversion import graphs
 from recsys_norm.conversion.swaps import DTYPES, Swapped, set_class
 from recsys_norm.nn.policy import Policy
 from recsys_norm.nn.torch_modules import norm_arguments
@@ -32,16 +33,21 @@ class FusedTransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
         causal = is_causal and src_key_padding_mask is None
         attention, feed = self.self_attn, (self.linear1.weight, self.linear1.bias)
         packed = (attention.in_proj_weight, attention.in_proj_bias)
-        how, second = self.policy.arguments(), (self.linear2.weight, self.linear2.bias)
+        second = (self.linear2.weight, self.linear2.bias)
         if self.norm_first:
-            qkv = ops.norm_linear(src, *packed, **norm_arguments(self.norm1), **how)
+            qkv = self._norm_linear(src, *packed, self.norm1)
             x = src + self.dropout1(F.linear(self._attend(qkv, mask, causal), *_out(attention)))
-            h = self.activation(ops.norm_linear(x, *feed, **norm_arguments(self.norm2), **how))
+            h = self.activation(self._norm_linear(x, *feed, self.norm2))
             return x + self.dropout2(F.linear(self.dropout(h), *second))
         o = self._attend(F.linear(src, *packed), mask, causal)
         x = self._add_norm(o, *_out(attention), src, self.norm1, self.dropout1)
         h = self.dropout(self.activation(F.linear(x, *feed)))
         return self._add_norm(h, *second, x, self.norm2, self.dropout2)
+
+    def _norm_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, norm: nn.LayerNorm) -> Tensor:
+        given, (N, K) = norm_arguments(norm), weight.shape
+        how = graphs.arguments(self.policy, "norm_linear", x, given, K, N, bias=bias is not None)
+        return ops.norm_linear(x, weight, bias, **given, **how)
 
     def _add_norm(
         self,
@@ -53,11 +59,14 @@ class FusedTransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
         dropout: nn.Dropout,
     ) -> Tensor:
         """norm(residual + dropout(x W^T + bias))."""
-        arguments, how = norm_arguments(norm), self.policy.arguments()
+        given, (N, K) = norm_arguments(norm), weight.shape
         if not (self.training and dropout.p > 0):
             options: dict[str, Any] = dict(residual=residual, residual_position="before")
-            return cast(Tensor, ops.linear_norm(x, weight, bias, **options, **arguments, **how))
+            fields = dict(residual="before", bias=bias is not None)
+            how = graphs.arguments(self.policy, "linear_norm", x, given, K, N, **fields)
+            return cast(Tensor, ops.linear_norm(x, weight, bias, **options, **given, **how))
         z = dropout(F.linear(x, weight, bias))
+        how = graphs.arguments(self.policy, "norm", z, given, N, N, residual="before")
         return cast(Tensor, ops.layer_norm(z, norm.weight, norm.bias, norm.eps, residual=residual, **how))
 
     def _attend(self, qkv: Tensor, mask: Tensor | None, causal: bool) -> Tensor:

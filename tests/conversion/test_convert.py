@@ -53,6 +53,42 @@ class Gated(nn.Module):
         return x + self.out(self.norm_out(o) * u)
 
 
+class HouseRMSNorm(nn.Module):
+    """As in Hugging Face's models: its own name for eps, weight applied after the cast."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(width)), 1e-3
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
+class HouseLayerNorm(nn.LayerNorm):
+    """As in timm: a subclass with a forward of its own."""
+
+    def forward(self, x):
+        return nn.functional.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps)
+
+
+class ShiftedRMSNorm(HouseRMSNorm):
+    """As in Gemma: the weight is stored minus one."""
+
+    def forward(self, hidden_states):
+        x = hidden_states * torch.rsqrt(hidden_states.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        return (1 + self.weight) * x
+
+
+class GatedRMSNorm(HouseRMSNorm):
+    """A norm that takes one more argument, where it is given."""
+
+    def forward(self, hidden_states, gate=None):
+        y = super().forward(hidden_states)
+        return y if gate is None else y * torch.sigmoid(gate)
+
+
 class Branching(nn.Module):
     """What torch.fx cannot follow, around something that it can."""
 
@@ -85,6 +121,8 @@ def encoder(**options):
 MODELS = {
     "block": Block,
     "rms block": lambda: Block(norm=nn.RMSNorm),
+    "house block": lambda: Block(norm=HouseRMSNorm),
+    "subclass block": lambda: Block(norm=HouseLayerNorm),
     "gated": Gated,
     "branching": Branching,
     "mlp": mlp,
@@ -95,6 +133,8 @@ MODELS = {
 KINDS = {
     "block": {"norm_linear": 2},
     "rms block": {"norm_linear": 2},
+    "house block": {"norm_linear": 2},
+    "subclass block": {"norm_linear": 2},
     "gated": {"norm_linear": 1, "norm": 1},
     "branching": {"norm_linear": 2, "norm": 1},
     "mlp": {"linear_norm_linear": 1, "linear_norm": 0},
@@ -148,7 +188,7 @@ def test_same_results_parameters_and_keys(name):
     assert not recsys_norm.revert(model)
 
 
-@pytest.mark.parametrize("name", ["mlp", "block", "post-norm"])
+@pytest.mark.parametrize("name", ["mlp", "block", "house block", "subclass block", "post-norm"])
 def test_copies_and_pickles_are_converted_models_of_their_own(name):
     model, x = made(name), torch.randn(2, 5, 16)
     recsys_norm.convert(model, "unfused")
@@ -233,6 +273,34 @@ def test_what_is_left_and_why():
     assert "hooks" in str(report) and "linear_norm_linear" not in str(report)
     hooked(torch.randn(64, 16) * 100)
     assert float(seen[0].detach()) == pytest.approx(1.0, abs=0.2)  # the hook still sees the norm's output
+
+
+def test_a_norm_that_computes_something_else_is_left_and_named():
+    model = nn.Sequential(nn.Linear(16, 16), ShiftedRMSNorm(16), nn.Linear(16, 4))
+    x = torch.randn(3, 16)
+    expected, state = model(x), torch.get_rng_state()
+    report = recsys_norm.convert(model, "unfused")
+    assert not report and report.left == {"1": "ShiftedRMSNorm does not compute what nn.LayerNorm or nn.RMSNorm does"}
+    assert torch.equal(model(x), expected) and type(model[1]) is ShiftedRMSNorm
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_more_arguments_of_a_norm_go_the_old_way():
+    norm = GatedRMSNorm(16)
+    x, gate = torch.randn(3, 16), torch.randn(3, 16)
+    expected = norm(x), norm(x, gate), norm(x, gate=gate)
+    assert recsys_norm.convert(norm, "unfused").replaced == [("norm", ("",))]
+    assert_same([norm(x), norm(x, gate), norm(x, gate=gate)], expected)
+
+
+def test_models_of_a_library_with_norms_of_its_own():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_tiny_patch16_224", depth=1)
+    x = torch.randn(1, 3, 224, 224)
+    expected = model.eval()(x)
+    report = recsys_norm.convert(model, "unfused")
+    assert [kind for kind, _ in report.replaced] == ["norm_linear", "norm_linear", "norm"] and not report.left
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_to_do():

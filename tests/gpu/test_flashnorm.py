@@ -11,7 +11,7 @@ from recsys_norm.testing import check_op
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-POLICY = {"backend": "fused", "technique": "flashnorm"}
+POLICY = {"backend": "fused", "technique": "triton/flashnorm"}
 PFFN = dict(activation="gelu_tanh", inner_residual=True)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

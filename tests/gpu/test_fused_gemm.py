@@ -35,7 +35,7 @@ def run(op, technique, norm, *, options=None, tensors=None, **shape):
     tensors = on_gpu(tensors or tensors_for(op, norm=norm, **shape))
     registry.reset_counts()
     results = check_op(
-        op, tensors, {"norm": norm, **(options or {})}, {"backend": "fused", "technique": technique.name}
+        op, tensors, {"norm": norm, **(options or {})}, {"backend": "fused", "technique": registry.label(technique)}
     )
     assert set(registry.counts()[op]) == {technique.name, "unfused"}
     return results
@@ -133,7 +133,7 @@ def test_a10_constant_rows(technique, norm):
     run("norm_linear", technique, norm, tensors=t)
     if norm == "layer":
         t = on_gpu({n: p.detach() for n, p in t.items()})
-        y = ops.norm_linear(**t, norm=norm, technique=technique.name)
+        y = ops.norm_linear(**t, norm=norm, technique=registry.label(technique))
         assert torch.equal(y[:4], y[:1].expand(4, -1))
 
 
@@ -147,7 +147,7 @@ def test_a7_strides_misalignment_and_expanded_gradients(op, technique):
         results = []
         for x in (view, view.contiguous().clone()):
             leaves = {**t, "x": x.detach().requires_grad_()}
-            y = getattr(ops, op)(**leaves, norm="layer", technique=technique.name)
+            y = getattr(ops, op)(**leaves, norm="layer", technique=registry.label(technique))
             wanted = {n: p for n, p in leaves.items() if p is not None}
             results.append([y, *torch.autograd.grad(y.sum(), list(wanted.values()))])
         for a, b in zip(*results):  # a misaligned view may take other tiles, which add up in another order
@@ -164,7 +164,7 @@ def test_a18_same_bits_every_time(op, technique, norm):
         leaves = [p for p in t.values() if p is not None]
         first = None
         for _ in range(10):
-            y = getattr(ops, op)(**t, norm=norm, technique=technique.name)
+            y = getattr(ops, op)(**t, norm=norm, technique=registry.label(technique))
             results = [y, *torch.autograd.grad(y, leaves, torch.ones_like(y))]
             first = first or results
             assert all(torch.equal(a, b) for a, b in zip(first, results))
@@ -176,9 +176,9 @@ def test_a26_a_thousand_clusters_give_the_same_bits():
         if not able("linear_norm", cluster, 4096, 256, N, BF16):
             pytest.skip("no clusters on this device")
         t = {n: p.detach() for n, p in on_gpu(tensors_for("linear_norm", M=4096, K=256, N=N, dtype=BF16)).items()}
-        first = ops.linear_norm(**t, norm="layer", technique="cluster")
+        first = ops.linear_norm(**t, norm="layer", technique="triton/cluster")
         for _ in range(1000):
-            assert torch.equal(first, ops.linear_norm(**t, norm="layer", technique="cluster"))
+            assert torch.equal(first, ops.linear_norm(**t, norm="layer", technique="triton/cluster"))
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -200,7 +200,7 @@ def test_a6_more_than_2_to_the_31_elements(norm):
 
     def grads(rows):
         leaves = {**t, "x": x[rows].detach().requires_grad_()}
-        y = ops.norm_linear(**leaves, norm=norm, technique="lazy")
+        y = ops.norm_linear(**leaves, norm=norm, technique="triton/lazy")
         wanted = [p for p in leaves.values() if p is not None]
         return y, torch.autograd.grad(y, wanted, dy[rows])
 
