@@ -1,19 +1,29 @@
 """The Hopper kernels under compute-sanitizer, small cases: `python benchmarks/sanitize.py [--tools memcheck racecheck]`.
 
-Runs `--cases` of this file under each tool, all at the same time, and prints what the tool says at the end. Fails if a
-tool found anything, or if a result under it differs from a run without it. The cases go through every form of the
-kernels of norm_linear (forward, both products of the backward, with and without a sum) and linear_norm.
+Runs `--cases` of this file under each tool, all at the same time, and fails if a tool found anything or if a case gave
+other bits at its second run. The cases go through every form of the kernels of norm_linear (forward, both products of
+the backward, with and without a sum) and linear_norm.
+
+racecheck also reports how Triton switches between the partitions of a kernel: a byte per warp in shared memory, written
+before a barrier of the whole block and read after it. Our kernels read no bytes, so a hazard whose read is an LDS.U8 is
+that one; it is counted apart, by the disassembly of the cubins.
 """
 
 from __future__ import annotations
 
 import argparse
 import glob
+import json
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -83,38 +93,80 @@ def run_cases() -> None:
                 sys.exit(3)
 
 
-def sanitizer() -> str:
-    places = [shutil.which("compute-sanitizer"), *sorted(glob.glob("/usr/local/cuda*/bin/compute-sanitizer"))]
+def program(name: str) -> str:
+    places = [shutil.which(name), *sorted(glob.glob(f"/usr/local/cuda*/bin/{name}"))]
     found = next((p for p in places if p), None)
     if found is None:
-        raise SystemExit(
-            "compute-sanitizer is neither on the PATH nor under /usr/local/cuda*/bin; install a CUDA toolkit"
-        )
+        raise SystemExit(f"{name} is neither on the PATH nor under /usr/local/cuda*/bin; install a CUDA toolkit")
     return found
+
+
+def byte_reads(entries: set[str]) -> set[tuple[str, int]]:
+    """(entry, address) of every instruction that reads a byte of shared memory, in the cubins with these entries."""
+    from recsys_norm.kernels.hopper import build
+
+    disassembler = program("cuobjdump")
+
+    def of(entry: str, path: Path, cubin: bytes) -> set[tuple[str, int]]:
+        path.write_bytes(cubin)
+        listing = subprocess.run([disassembler, "-sass", path], capture_output=True, text=True, check=True).stdout
+        return {
+            (entry, int(place, 16)) for place in re.findall(r"/\*([0-9a-f]{4,})\*/ +(?:@!?U?P\d )?LDS\.U8 ", listing)
+        }
+
+    found: set[tuple[str, int]] = set()
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        for arch in json.loads(build.MANIFEST.read_text()).values():
+            kernels = {name: k["entry"] for name, k in arch["kernels"].items() if k["entry"] in entries}
+            cubins = build.read_archive(arch)
+            jobs = [pool.submit(of, entry, Path(folder) / name, cubins[name]) for name, entry in kernels.items()]
+            found = found.union(*(job.result() for job in jobs))
+    return found
+
+
+def races(lines: list[str]) -> tuple[Counter[str], int]:
+    """Hazards by kernel and addresses, and how many belong to the switch between partitions."""
+    pattern = r"between (\w+) access at (\w+)\+(0x[0-9a-f]+)\D+?and (\w+) access at (\w+)\+(0x[0-9a-f]+)"
+    hazards = [(h[:3], h[3:]) for h in re.findall(pattern, " ".join(lines))]
+    known = byte_reads({kernel for pair in hazards for _, kernel, _ in pair})
+    report, switches = Counter(), 0
+    for pair in hazards:
+        if any(kind == "Read" and (kernel, int(at, 16)) in known for kind, kernel, at in pair):
+            switches += 1
+        else:
+            report[", ".join(f"{kind} at {kernel}+{at}" for kind, kernel, at in pair)] += 1
+    return report, switches
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS[:2])
-    parser.add_argument("--lines", type=int, default=60, help="printed of each tool's report")
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--lines", type=int, default=40, help="printed of each tool's report")
     parser.add_argument("--cases", action="store_true", help="only run the cases, under no tool")
     arguments = parser.parse_args()
     if arguments.cases:
         run_cases()
         return
-    program, failed = sanitizer(), []
-    running = {}
+    failed, running = [], {}
     for tool in arguments.tools:
-        command = [program, "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", sys.executable, __file__]
-        running[tool] = subprocess.Popen(
-            [*command, "--cases"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        options = [] if tool == "racecheck" else ["--report-api-errors", "no"]
+        command = [program("compute-sanitizer"), "--tool", tool, *options, "--print-limit", "100000"]
+        command += [sys.executable, __file__, "--cases"]
+        running[tool] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     for tool, process in running.items():
         lines = process.communicate()[0].splitlines()
-        failed += [tool] if process.returncode else []
-        cases = sum(line.startswith("ok: ") for line in lines)
-        print(f"== {tool}: {cases} cases, exit status {process.returncode}")
-        print("\n".join([line for line in lines if not line.startswith("ok: ")][-arguments.lines :]), flush=True)
+        cases, summary = sum(line.startswith("ok: ") for line in lines), lines[-1] if lines else ""
+        print(f"== {tool}: {cases} cases, exit status {process.returncode}, {summary}")
+        if tool == "racecheck":
+            found, switches = races(lines)
+            print(f"{switches} hazards are the switch between partitions, {found.total()} are others")
+            lines = [f"{number} x {what}" for what, number in found.items()]
+        else:
+            lines = [line for line in lines if not line.startswith("ok: ")]
+            found = "ERROR SUMMARY: 0 errors" not in summary
+        print("\n".join(lines[: arguments.lines]), flush=True)
+        if found or process.returncode:
+            failed.append(tool)
     if failed:
         raise SystemExit(f"not clean: {', '.join(failed)}")
 

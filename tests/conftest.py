@@ -31,6 +31,14 @@ def pytest_configure(config):
     config.addinivalue_line("filterwarnings", "ignore:.*[dD]eterministic:UserWarning")
 
 
+def pytest_collection_modifyitems(config, items):
+    """With `-n ... --dist loadgroup` the tests of 2^31 values, which want tens of GB each, run in one process."""
+    if config.pluginmanager.hasplugin("xdist"):
+        for item in items:
+            if item.name.startswith("test_a6"):
+                item.add_marker(pytest.mark.xdist_group("memory"))
+
+
 @pytest.fixture(autouse=True)
 def poisoned_memory():
     """torch.empty and its kin return NaN (the largest value for integers), so a read of an unwritten element shows."""

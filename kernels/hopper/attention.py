@@ -17,12 +17,12 @@ from recsys_norm.ops.problem import Problem, Tensors, stores_hat
 WIDTH = 128  # of a head
 MAX_KEYS = 128  # of a sequence, all in shared memory
 MAX_HEADS = 8  # CTAs of a portable cluster
+PEERS = (4, 8)  # CTAs of a cluster that a kernel has room for
 BLOCK_ROWS = 64
 MAX_ROWS = 2**31 - 2**20  # row numbers have 32 bits
 KINDS = {None: 0, "rms": 1, "layer": 2}  # of a norm, as in the kernels
 NO_RESIDUAL, OWN_RESIDUAL, OTHER_RESIDUAL = 0, 1, 2  # likewise
 SPECIAL = ("gelu", "gelu_tanh")  # activations with a kernel of their own
-FORM = "forward"
 
 
 class FlashNorm:
@@ -131,10 +131,10 @@ def attend(
     parameters, narrow = _vectors((*pre, *post), q.dtype)
     kernel = kernel_for(spec.activation, q.dtype, heads)
     grid = heads * min(clusters(kernel, q.device), -(-T // BLOCK_ROWS))
-    flat = [t if t is None else t.view(T, heads * WIDTH) for t in (out, hat if keep else out)]
+    flat = [t.view(T, heads * WIDTH) for t in (out, hat if keep else out)]
     kernel(
         grid,
-        *(rows, keys, values, *([] if FORM == "forward" else flat), rows, other, out, hat, _words(q_offsets), _words(k_offsets), *parameters),
+        *(rows, keys, values, *flat, rows, other, out, hat, _words(q_offsets), _words(k_offsets), *parameters),
         *(q_mean, q_rstd, o_mean, o_rstd, rows.stride(0), other.stride(0)),
         *(q_offsets.element_size() // 4, k_offsets.element_size() // 4, batch, T, heads),
         *(min(spec.max_k_len, MAX_KEYS), spec.scale, problem.eps),
@@ -188,7 +188,7 @@ def activation_codes(names: tuple[str, ...], heads: int) -> int:
 def kernel_for(activation: tuple[str, ...], dtype: torch.dtype, heads: int) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     form = activation[0] if len(activation) == 1 and activation[0] in SPECIAL else "general"
-    base = launch.get(f"attention_{FORM}_{form}_{NAMES[dtype]}")
+    base = launch.get(f"attention_{form}_{NAMES[dtype]}_{next(p for p in PEERS if p >= heads)}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": heads})
 
 

@@ -61,21 +61,56 @@ def accumulator(columns):
 # ---- facts -----------------------------------------------------------------------------------------------------------
 
 # What is needed now and then waits in shared memory and not in registers, at these places (8 bytes each).
-Q, MEAN, RSTD, O_RSTD, WEIGHT, BIAS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3), gl.constexpr(4), gl.constexpr(5)
-POST, SUMS, DK, DV, Q_TOKEN, DK_TOKEN = gl.constexpr(6), gl.constexpr(7), gl.constexpr(8), gl.constexpr(9), gl.constexpr(10), gl.constexpr(11)
-KEYS, PRE_SLOPE, PRE_SHIFT, POST_SLOPE, POST_SHIFT = gl.constexpr(12), gl.constexpr(13), gl.constexpr(14), gl.constexpr(15), gl.constexpr(16)
+Q, MEAN, RSTD, O_RSTD, WEIGHT, BIAS = (
+    gl.constexpr(0),
+    gl.constexpr(1),
+    gl.constexpr(2),
+    gl.constexpr(3),
+    gl.constexpr(4),
+    gl.constexpr(5),
+)
+POST, SUMS, DK, DV, Q_TOKEN, DK_TOKEN = (
+    gl.constexpr(6),
+    gl.constexpr(7),
+    gl.constexpr(8),
+    gl.constexpr(9),
+    gl.constexpr(10),
+    gl.constexpr(11),
+)
+KEYS, PRE_SLOPE, PRE_SHIFT, POST_SLOPE, POST_SHIFT = (
+    gl.constexpr(12),
+    gl.constexpr(13),
+    gl.constexpr(14),
+    gl.constexpr(15),
+    gl.constexpr(16),
+)
 FACTS = gl.constexpr(32)
 
 
 @gluon.constexpr_function
+def shift_asm(outputs, inputs):
+    (out,), (place,) = outputs[0], inputs[0]
+    return f"""{{ .reg .u32 r, own; mov.u32 r, %cluster_ctarank;
+ mapa.shared::cluster.u32 own, {place}, r; sub.u32 {out}, own, {place}; }}"""
+
+
+@gluon.jit
+def own_shift(place):
+    """Inline assembly gets an address in shared memory as that of the cluster's first CTA: what leads to the own one."""
+    return gl.inline_asm(shift_asm, "=r,r", [place], gl.int32, is_pure=False)
+
+
+@gluon.constexpr_function
 def keep_asm(outputs, inputs):
-    (base,), *values = inputs
-    return "\n".join(f"st.shared.b64 [{base} + {8 * i}], {value};" for i, (value,) in enumerate(values))
+    (base,), (shift,), *values = inputs
+    lines = [f"{{ .reg .u32 a; add.u32 a, {base}, {shift};"]
+    return "\n".join([*lines, *(f"st.shared.b64 [a + {8 * i}], {value};" for i, (value,) in enumerate(values)), "}"])
 
 
 @gluon.constexpr_function
 def fact_asm(i):
-    return f"ld.shared.b64 $0, [$1 + {8 * i}];"
+    return f"""{{ .reg .u32 a, r; mov.u32 r, %cluster_ctarank; mapa.shared::cluster.u32 a, $1, r;
+ ld.shared.b64 $0, [a + {8 * i}]; }}"""
 
 
 @gluon.jit
@@ -135,13 +170,6 @@ def activate_with_slope(x, ACT: gl.constexpr, FAST: gl.constexpr):
 
 
 @gluon.jit
-def side_by_side(a, b):
-    """Two tiles of 32 columns as one of 64; no value moves to another thread."""
-    both = gl.join(a, b).permute((0, 2, 1)).reshape([a.shape[0], 2 * a.shape[1]])
-    return gl.convert_layout(both, accumulator(2 * a.shape[1]), assert_trivial=True)
-
-
-@gluon.jit
 def clear_rows(tile, first, length):
     """Zero the rows of a tile whose number, counted from `first`, is at or past `length`."""
     L: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -198,21 +226,21 @@ def consume(
     p0 = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv0, dv1 = accumulate(p0, do_halves, 4 * stage + (i >> 29), dv0, dv1)
     g = warpgroup_mma_wait(2, deps=(g,))
-    t_first = (g * slope).to(dtype)
-    t0 = gl.convert_layout(t_first, operand, assert_trivial=True)
+    t = (g * slope).to(dtype)
+    t0 = gl.convert_layout(t, operand, assert_trivial=True)
     dk0, dk1 = accumulate(t0, q_halves, 4 * stage + (i >> 28), dk0, dk1)
+    mbarrier.wait(h_full, (i & 1) ^ 1)  # the products of the block before have read t
+    t_s.index(W).slice(0, HALF, dim=1).store(t)
     s, g = scores(k_s, v_s, q_halves, do_halves, 4 * stage + 1 + (i >> 27), i >> 27, W)
     s, dv0, dv1, dk0, dk1, p0, t0 = warpgroup_mma_wait(2, deps=(s, dv0, dv1, dk0, dk1, p0, t0))
     p, slope = activate_with_slope(s * scale, ACT, FAST)
     p1 = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv0, dv1 = accumulate(p1, do_halves, 4 * stage + 1 + (i >> 26), dv0, dv1)
     g = warpgroup_mma_wait(2, deps=(g,))
-    t_second = (g * slope).to(dtype)
-    t1 = gl.convert_layout(t_second, operand, assert_trivial=True)
+    t = (g * slope).to(dtype)
+    t1 = gl.convert_layout(t, operand, assert_trivial=True)
     dk0, dk1 = accumulate(t1, q_halves, 4 * stage + 1 + (i >> 25), dk0, dk1)
-    # t of both consumers; the products of the block before have read theirs.
-    mbarrier.wait(h_full, (i & 1) ^ 1)
-    t_s.index(W).store(side_by_side(t_first, t_second))
+    t_s.index(W).slice(HALF, HALF, dim=1).store(t)
     fence_async_shared()
     mbarrier.arrive(t_full)
     mbarrier.wait(t_full, i & 1)
@@ -282,12 +310,13 @@ def meet_cluster():
 @gluon.constexpr_function
 def send_asm(outputs, inputs):
     """Lane j of a half warp, whose lanes hold the same rows, writes to CTA j."""
-    a, b, (row, *_), (buffer,), (rank,), (heads,) = inputs
+    a, b, (row, *_), (buffer,), (shift,), (rank,), (heads,) = inputs
     lines = [
         "{ .reg .pred p, q; .reg .u32 j, at, to;",
         f"mov.u32 j, %laneid; and.b32 j, j, 15; setp.eq.u32 q, j, {rank};",
         f"setp.lt.u32 p, j, {heads}; setp.ne.and.u32 p, j, {rank}, p;",
         f"shl.b32 at, {rank}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
+        f"add.u32 at, at, {shift};",
         "@p mapa.shared::cluster.u32 to, at, j;",
     ]
     for n, (x, y) in enumerate(zip(a, b)):  # a thread's rows are 8 apart
@@ -301,10 +330,11 @@ def receive_asm(outputs, inputs):
     """Poll until the rows' values carry the bit. What does not come, because a CTA is gone, ends the kernel with an
     error after some seconds."""
     a, b = outputs
-    (row, *_), (buffer,), (slot,), (bit,) = inputs
+    (row, *_), (buffer,), (shift,), (slot,), (bit,) = inputs
     lines = [
         "{ .reg .pred p, lost; .reg .u32 at, t, wrong, tries; mov.u32 tries, 0;",
         f"shl.b32 at, {slot}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
+        f"add.u32 at, at, {shift};",
         "POLL: mov.u32 wrong, 0;",
     ]
     for n, (x, y) in enumerate(zip(a, b)):
@@ -316,25 +346,26 @@ def receive_asm(outputs, inputs):
 
 
 @gluon.jit
-def send(a, b, rows, buffer, bit, rank, heads):
+def send(a, b, rows, buffer, shift, bit, rank, heads):
     """The rows' two sums of this CTA to all CTAs of the cluster. The last bit of a value tells which of a buffer's uses
     it belongs to, so that no barrier is needed. Two buffers in turn suffice: a warp sends for block i + 2 after it has
     seen what the others sent for block i + 1, and they sent that after they had read what it sent for block i."""
     x = (a.to(gl.int32, bitcast=True) & -2) | bit
     y = (b.to(gl.int32, bitcast=True) & -2) | bit
-    gl.inline_asm(send_asm, ("r", "r", "r", "r", "r", "r"), [x, y, rows, buffer, rank, heads], is_pure=False)
+    args = [x, y, rows, buffer, shift, rank, heads]
+    gl.inline_asm(send_asm, ("r", "r", "r", "r", "r", "r", "r"), args, is_pure=False)
 
 
 @gluon.jit
-def receive(rows, buffer, bit, heads):
+def receive(rows, buffer, shift, bit, heads):
     """The rows' two sums over all heads, always added in the same order."""
     R: gl.constexpr = gl.SliceLayout(1, strip_layout())
     T: gl.constexpr = gl.distributed_type(gl.int32, [STRIP], R)
     a = gl.zeros([STRIP], gl.float32, R)
     b = a
     for head in range(heads):
-        args = [rows, buffer, head, bit]
-        x, y = gl.inline_asm(receive_asm, ("=&r", "=&r", "r", "r", "r", "r"), args, (T, T), is_pure=False)
+        args = [rows, buffer, shift, head, bit]
+        x, y = gl.inline_asm(receive_asm, ("=&r", "=&r", "r", "r", "r", "r", "r"), args, (T, T), is_pure=False)
         a += x.to(gl.float32, bitcast=True)
         b += y.to(gl.float32, bitcast=True)
     return a, b
@@ -513,7 +544,8 @@ def side(
         issue_x(dout_desc, hat_desc, do_s, qn_s, x_full, start + j * BLOCK, column, j)
     if blocks > 2:
         issue_q(q_desc, q_s, q_full, start + 2 * BLOCK, column, 2)
-    offsets = piece_offsets()
+    shift = own_shift(facts)
+    offsets = piece_offsets() + shift
     local = gl.arange(0, STRIP, R)
     pairs = gl.arange(0, BLOCK, C)
     zero = gl.zeros([8, BLOCK], gl.float32, column_layout())
@@ -534,11 +566,11 @@ def side(
                 rows = strip * STRIP + local
                 live = i * BLOCK + rows < q_len
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
-                shift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
+                lift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
                 he, ho = unpack(load_live(h_s.index(0), offsets + strip * (STRIP * 128), live), dtype)
                 xe, xo = unpack(load_live(q_s.index(2 * slot), offsets + strip * (STRIP * 128), live), dtype)
-                xe = xe * rstd[:, None] + shift[:, None]
-                xo = xo * rstd[:, None] + shift[:, None]
+                xe = xe * rstd[:, None] + lift[:, None]
+                xo = xo * rstd[:, None] + lift[:, None]
                 qwe = add_columns(qwe, he * xe)
                 qwo = add_columns(qwo, ho * xo)
                 qbe = add_columns(qbe, he)
@@ -548,7 +580,7 @@ def side(
                 ho = ho * wo[None, :]
                 dot = row_sums(he * xe, ho * xo)
                 total = row_sums(he, ho)
-                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), head, heads)
+                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), shift, bit_of(i), head, heads)
         if j < blocks:  # block i + 2: sums of the post-norm's backward
             slot = j % Q_SLOTS
             next_rstd, next_shift, next_o = row_vectors(facts, start, j * BLOCK, q_len, form, dtype)
@@ -565,7 +597,7 @@ def side(
                 do = do * go[None, :]
                 dot = row_sums(de * ze, do * zo)
                 total = row_sums(de, do)
-                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), head, heads)
+                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), shift, bit_of(j), head, heads)
             store_rows(rows_s, 2 * slot, next_rstd)
             store_rows(rows_s, 2 * slot + 1, next_shift)
             store_rows(rows_s, 2 * Q_SLOTS + (j & 1), next_o)
@@ -580,15 +612,15 @@ def side(
                     more = gl.load(add_ptr + at * add_pitch + (head * BLOCK + pairs)[None, :],
                                    mask=live[:, None] & (pairs >= 0)[None, :], other=0)  # fmt: skip
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
-                shift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
-                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), heads)
+                lift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
+                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), shift, bit_of(i), heads)
                 he, ho = unpack(load_pairs(h_s.index(0), offsets + strip * (STRIP * 128)), dtype)
                 xe, xo = unpack(load_pairs(q_s.index(2 * slot), offsets + strip * (STRIP * 128)), dtype)
                 me, mo = unpack(more, dtype)
                 we, wo = parameter(facts, WEIGHT, form & HAS_WEIGHT, 1.0)
-                # dq = rstd * h * weight + slope * xhat + constant (+ add), xhat = rstd * q + shift
+                # dq = rstd * h * weight + slope * xhat + constant (+ add), xhat = rstd * q + lift
                 slope = -dot * number(facts, PRE_SLOPE) * rstd
-                constant = -total * number(facts, PRE_SHIFT) * rstd + slope * shift
+                constant = -total * number(facts, PRE_SHIFT) * rstd + slope * lift
                 slope = slope * rstd
                 me = he * we[None, :] * rstd[:, None] + (xe * slope[:, None] + (constant[:, None] + me))
                 mo = ho * wo[None, :] * rstd[:, None] + (xo * slope[:, None] + (constant[:, None] + mo))
@@ -606,7 +638,7 @@ def side(
                 live = j * BLOCK + rows < q_len
                 here = offsets + strip * (STRIP * 128)
                 o_rstd = rows_s.index((2 * Q_SLOTS + (j & 1)) * STRIPS + strip).load(R)
-                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), heads)
+                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), shift, bit_of(j), heads)
                 slope = -dot * number(facts, POST_SLOPE) * o_rstd
                 constant = -total * number(facts, POST_SHIFT) * o_rstd
                 de, do = unpack(load_live(do_s.index(2 * (j & 1)), here, live), dtype)
@@ -616,12 +648,12 @@ def side(
                 do = do * go[None, :] * o_rstd[:, None] + (zo * slope[:, None] + constant[:, None])
                 store_pairs(do_s.index(2 * (j & 1)), here, pack(de, do, dtype))
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
-                shift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
+                lift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
                 xe, xo = unpack(load_pairs(q_s.index(2 * slot), here), dtype)
                 we, wo = parameter(facts, WEIGHT, form & HAS_WEIGHT, 1.0)
                 be, bo = parameter(facts, BIAS, form & HAS_BIAS, 0.0)
-                xe = (xe * rstd[:, None] + shift[:, None]) * we[None, :] + be[None, :]
-                xo = (xo * rstd[:, None] + shift[:, None]) * wo[None, :] + bo[None, :]
+                xe = (xe * rstd[:, None] + lift[:, None]) * we[None, :] + be[None, :]
+                xo = (xo * rstd[:, None] + lift[:, None]) * wo[None, :] + bo[None, :]
                 normed = pack(xe, xo, dtype)
                 normed = gl.where(live[:, None], normed, gl.zeros_like(normed))
                 store_pairs(qn_s.index(2 * (j & 1)), here, normed)
@@ -727,10 +759,15 @@ def attention_backward_kernel(
     column = head * WIDTH
     pre = form >> PRE_BIT & 3
     post = form >> POST_BIT & 3
-    kept = (facts, q_ptr, mean_ptr, rstd_ptr, o_rstd_ptr, weight_ptr + column, bias_ptr + column, post_ptr + column,
+    kept = (facts, own_shift(facts), q_ptr, mean_ptr, rstd_ptr, o_rstd_ptr, weight_ptr + column, bias_ptr + column, post_ptr + column,
             sums_ptr, dk_ptr + keys, dv_ptr + keys, q_token, dk_token, k_len.to(gl.int64), share(pre, RMS, heads),
             share(pre, LAYER, heads), share(post, RMS, heads), share(post, LAYER, heads))  # fmt: skip
-    gl.inline_asm(keep_asm, ("r", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l"), kept, is_pure=False)
+    gl.inline_asm(
+        keep_asm,
+        ("r", "r", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l", "l"),
+        kept,
+        is_pure=False,
+    )
     gl.warp_specialize(
         [
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
@@ -798,15 +835,35 @@ def variants():
             args |= {"add_ptr": "*i32:16", "dq_ptr": "*i32:16", "dk_ptr": f"*{dtype}:16", "dv_ptr": f"*{dtype}:16"}
             args |= {"sums_ptr": "*fp32:16", "q_token": "i64:8", "add_pitch": "i64:4", "dq_pitch": "i64:4"}
             args |= {"dk_token": "i64:8"}
-            args |= {"q_step": "i32", "k_step": "i32", "heads": "i32", "form": "i32", "scale": "fp32", "ACT": code, "FAST": dtype == "bf16"}
+            args |= {
+                "q_step": "i32",
+                "k_step": "i32",
+                "heads": "i32",
+                "form": "i32",
+                "scale": "fp32",
+                "ACT": code,
+                "FAST": dtype == "bf16",
+            }
             yield Variant(f"attention_backward_{dtype}_{name}", attention_backward_kernel, args, maxnreg=168)
 
 
 def finish_variants():
     for dtype in ("bf16", "fp16"):
         args = {"sums_ptr": "*fp32:16", "out_ptr": "*fp32:16"}
-        args |= {f"{x}_ptr": f"*{dtype}:16" for x in ("dq", "dk", "dv")} | {"q_offsets_ptr": "*i32", "k_offsets_ptr": "*i32"}
-        args |= {"dk_token": "i64:8", "q_last": "i32", "k_last": "i32", "parts": "i32", "width": "i32:8", "T": "i32", "U": "i32", "D": "i32:8"}
+        args |= {f"{x}_ptr": f"*{dtype}:16" for x in ("dq", "dk", "dv")} | {
+            "q_offsets_ptr": "*i32",
+            "k_offsets_ptr": "*i32",
+        }
+        args |= {
+            "dk_token": "i64:8",
+            "q_last": "i32",
+            "k_last": "i32",
+            "parts": "i32",
+            "width": "i32:8",
+            "T": "i32",
+            "U": "i32",
+            "D": "i32:8",
+        }
         args |= {"PARTS": 128, "COLUMNS": 32, "ZEROS": 512}
         yield Variant(f"attention_backward_finish_{dtype}", finish_kernel, args, num_warps=8)
 

@@ -20,6 +20,9 @@ FINISH_COLUMNS = 64
 NORM_COLUMNS = 32
 MANY_SPLITS = 6
 BELOW_ONE = 1 - 1e-6
+MAX_WAVES = 3  # of programs, one after another
+# In steps of a program (0.8 us on an H200): what a program costs besides its steps, and an fp32 partial written and read.
+PROGRAM_STEPS, PARTIAL_STEPS = 8, 3e-6
 
 
 class Plan(NamedTuple):
@@ -38,7 +41,13 @@ def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_C
     col_tiles = -(-K // columns)
     tiles = -(-N // TILE_ROWS) * col_tiles
     steps = -(-M // STEP)
-    per_split = -(-steps // max(1, min(programs // tiles, steps)))
+
+    def cost(splits: int) -> float:
+        waves = -(-tiles * splits // programs)
+        return waves * (-(-steps // splits) + PROGRAM_STEPS) + splits * N * K * PARTIAL_STEPS
+
+    full = {max(1, min(waves * programs // tiles, steps)) for waves in range(1, MAX_WAVES + 1)}
+    per_split = -(-steps // min(sorted(full), key=cost))
     return Plan(columns, tiles, col_tiles, steps, per_split, -(-steps // per_split))
 
 

@@ -75,10 +75,14 @@ class Subject:
         return torch.autograd.grad(self.forward(), self._wanted, self.grads)
 
     def technique(self, direction: str) -> str | None:
-        """The technique that serves a direction ("both": the backward's)."""
+        """The technique that serves a direction ("both": the backward's), or the plain backend's name."""
         registry.reset_counts()
         getattr(self, direction)()
-        return next(reversed(registry.counts().get(self._case.op, {})), None)
+        served = next(reversed(registry.counts().get(self._case.op, {})), None)
+        if served is None or served in PLAIN:
+            return served
+        name, _, provider = served.rstrip(")").partition(" (")  # as registry.counts has it
+        return f"{provider or 'triton'}/{name}"
 
 
 class Truth:
@@ -262,6 +266,16 @@ def _merge_one(merged: dict, group: list[dict]) -> dict:
         "launches": len(everything),
         "processes": len(timed),
     }
+
+
+def add_errors_of_fused(records: list[dict]) -> None:
+    """Give what `fused` chose the error of that technique's own record: the check may have run with another choice."""
+    by_label = {tuple(r[k] for k in KEY): r for r in records}
+    for r in records:
+        if r["backend"] == "fused" and r["technique"] is not None:
+            own = by_label.get((*(r[k] for k in KEY[:-1]), r["technique"]))
+            if own is not None and own.get("rel_err") is not None:
+                r["rel_err"] = own["rel_err"]
 
 
 def add_compiled(records: list[dict]) -> None:

@@ -180,6 +180,7 @@ def run(
         for process in processes:
             process.end()
     records = bench.merge(results)
+    bench.add_errors_of_fused(records)
     bench.add_compiled(records)
     return {"env": environment, "self_test": self_tests, "records": records}
 

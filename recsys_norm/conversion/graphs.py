@@ -23,13 +23,18 @@ def arguments(
 ) -> dict[str, Any]:
     """backend, technique and on_unsupported for one call. `fields` are further names of `Problem`."""
     how = policy.arguments()
-    if torch.compiler.is_compiling() and policy.backend == "fused" and policy.technique is None and x.is_cuda:
+    if torch.compiler.is_compiling() and policy.backend == "fused" and policy.technique is None and on_device(x):
         dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
         affine = norm["norm_weight"] is not None or norm["norm_bias"] is not None
         names = tuple(fields.items())
         if nothing_fused(op, norm["norm"], affine, norm["norm_bias"] is not None, K, N, dtype, names):
             how["backend"] = "compiled"  # which in a graph is plain PyTorch
     return how
+
+
+def on_device(x: Tensor) -> bool:
+    """Whether there are kernels to choose from."""
+    return x.is_cuda
 
 
 @torch.compiler.assume_constant_result

@@ -90,8 +90,9 @@ class _LinearNormLinear(Swapped):
         given, (N, K) = arguments_of(norm), first.weight.shape
         fields = dict(N2=self.weight.shape[0], activation=activation, bias=first.bias is not None)
         how = graphs.arguments(self.policy, "linear_norm_linear", x, given, K, N, **fields)
-        linears = (first.weight, first.bias, self.weight, self.bias)
-        return ops.linear_norm_linear(x, *linears, activation=activation, **given, **how)
+        return ops.linear_norm_linear(
+            x, first.weight, first.bias, self.weight, self.bias, activation=activation, **given, **how
+        )
 
 
 class _LinearNorm(Swapped):

@@ -8,8 +8,8 @@ pass hands the other gradient to the op, which adds it in its last kernel.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import operator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ class AddInBackward(CustomGraphPass):
 
     def uuid(self) -> Any:
         """For inductor's cache of compiled graphs."""
-        return hashlib.sha256(inspect.getsource(inspect.getmodule(type(self))).encode()).hexdigest()
+        return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
-    def _move(self, graph: fx.Graph, node: fx.Node) -> bool:
+    def _move(self, graph: fx.Graph, node: Any) -> bool:
         first, second = node.args
         for summand, other in ((first, second), (second, first)):
             dx = _gradient_of_x(summand)
@@ -56,7 +56,7 @@ def compile_options() -> dict[str, Any]:
     return {"post_grad_custom_post_pass": AddInBackward()}
 
 
-def _plain_sum(node: fx.Node) -> bool:
+def _plain_sum(node: Any) -> bool:
     """Two tensors of one shape and dtype, and no factor."""
     if len(node.args) != 2 or node.kwargs or not all(isinstance(arg, fx.Node) for arg in node.args):
         return False
@@ -66,9 +66,9 @@ def _plain_sum(node: fx.Node) -> bool:
     return all(value.shape == values[0].shape and value.dtype == values[0].dtype for value in values)
 
 
-def _gradient_of_x(node: fx.Node) -> fx.Node | None:
-    """The gradient of x that a norm_linear returned, seen through views, if nothing else reads it and no other gradient
-    is in it yet."""
+def _gradient_of_x(node: Any) -> Any:
+    """The node of the gradient of x that a norm_linear returned, seen through views, if nothing else reads it and no
+    other gradient is in it yet; else None."""
     while node.target in _VIEWS and len(node.users) == 1:
         node = node.args[0]
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
@@ -89,7 +89,8 @@ def _as_rows(graph: fx.Graph, gradient: fx.Node, before: fx.Node) -> fx.Node:
 
 
 def _depends(node: fx.Node, on: fx.Node) -> bool:
-    seen, waiting = set(), [node]
+    seen: set[fx.Node] = set()
+    waiting = [node]
     while waiting:
         node = waiting.pop()
         if node is on:

@@ -188,6 +188,7 @@ def _setup(ctx, inputs, output):
     ctx.policy = (backend, technique, on_unsupported)
     _, z, mean, rstd = output
     ctx.mark_non_differentiable(z, mean, rstd)
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that have no gradient
     ctx.save_for_backward(*tensors, z, mean, rstd)
 
 

@@ -141,8 +141,8 @@ def norm_attention(
         training = inputs.is_training(q, k, v, *pre_q, *pre_k, *post, residual)
         parameters = (*pre_q, *pre_k, *post)
         policy = (backend, technique or "", on_unsupported)
-        options = (*_pack(spec), eps, packed, training, own_residual, *policy)
-        return _forward_op(*tensors, *parameters, residual, *options)[0]
+        flags = (packed, training, own_residual)
+        return _forward_op(*tensors, *parameters, residual, *_pack(spec), eps, *flags, *policy)[0]
 
 
 def _sides(op, pre_norm, on, weight, bias):
@@ -392,6 +392,7 @@ def _setup(ctx, inputs, output):
     ctx.residual = residual is not None
     out, *statistics, hat = output
     ctx.mark_non_differentiable(*statistics, hat)
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that have no gradient
     post_norm = ctx.spec[10]
     if post_norm is not None and not _stores_hat(training, parameters[4:], residual):
         hat = out

@@ -168,6 +168,7 @@ def _setup(ctx, inputs, output):
     x, weight, bias, norm_weight, norm_bias, ctx.norm, ctx.eps, _, *ctx.policy = inputs
     y, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that have no gradient
     y = y if x.shape[1] > SAVE_OUTPUT_ABOVE else None
     ctx.save_for_backward(x, weight, bias, norm_weight, norm_bias, mean, rstd, y)
 

@@ -52,6 +52,14 @@ def test_files_and_picture(tmp_path):
     assert (tmp_path / "ops.png").stat().st_size > 1000
 
 
+def test_fused_has_the_error_of_what_it_chose():
+    case = Case("norm_linear", "rms", 1024, 512, 256)
+    own = measured(case, "hopper/lazy", 1.0, 1.0, 0.5) | {"rel_err": 5e-3}
+    records = bench.merge([[own, measured(case, "fused", 1.0, 1.0, 0.5) | {"technique": "hopper/lazy"}]])
+    bench.add_errors_of_fused(records)
+    assert [r["rel_err"] for r in records] == [5e-3, 5e-3]
+
+
 def test_the_grid_and_shapes():
     assert bench.shapes_of("grid")[0] == (256, 256) and bench.shapes_of("8x16,32x8") == [(8, 16), (32, 8)]
     assert [c.normalized for c in bench.default_cases(4, "linear_norm", ["rms"], [(8, 16)])] == [16]
@@ -121,7 +129,7 @@ def test_candidates_are_checked_then_timed(monkeypatch):
     records = list(bench.time_case(case, ["forward", "backward"], verdicts, 7, Clock()))
     found = {(r["backend"], r["direction"]): r for r in records}
     assert found["right", "backward"]["times"] == [1.0] * 7
-    assert found["right", "forward"]["technique"] == "separate (torch)"
+    assert found["right", "forward"]["technique"] == "torch/separate"
     assert found["unknown", "forward"]["times"] is None
     merged = {(r["backend"], r["direction"]): r for r in bench.merge([records])}
     assert merged["right", "forward"]["ms"] == 1.0 and merged["unknown", "forward"]["ms"] is None

@@ -102,7 +102,7 @@ def test_what_a_call_passes(calls):
     t = tensors()
     (out,), saved = attention.forward(problem(), *t, t[0])
     (name, cluster, grid, args), = calls  # fmt: skip
-    assert name.endswith("gelu_tanh_bf16") and cluster == 4 and grid == 4 * 2
+    assert name == "attention_gelu_tanh_bf16_4" and cluster == 4 and grid == 4 * 2
     assert args["q_desc"].data_ptr() == t[0].data_ptr() and args["q_desc"].shape == (100, 512)
     assert args["k_desc"].data_ptr() == t[1].data_ptr() and args["k_desc"].stride() == (1024, 1)
     assert args["v_desc"].data_ptr() == t[2].data_ptr()
@@ -120,7 +120,7 @@ def test_calls_differ_where_the_problem_does(calls):
     p = problem(dtype=FP16, H=2, K=256, N=256, pre_norm_scope="head", training=False, activation=("relu", "silu"))
     _, saved = attention.forward(p, *t, other)
     (name, cluster, _, args), = calls  # fmt: skip
-    assert name.endswith("general_fp16") and cluster == 2
+    assert name == "attention_general_fp16_4" and cluster == 2
     assert args["residual"] == attention.OTHER_RESIDUAL and args["residual_ptr"].data_ptr() == other.data_ptr()
     assert args["per_head"] == 1 and args["narrow"] == 1 and args["codes"] == 0x61 and args["hat_ptr"] is None
     assert saved[0].shape == (100, 2) and saved[6] is None

@@ -16,7 +16,13 @@ def test_every_row_belongs_to_one_split(M, N, K):
     assert p.steps * wgrad.STEP >= M > (p.steps - 1) * wgrad.STEP
     assert p.per_split * p.splits >= p.steps > p.per_split * (p.splits - 1)  # none is empty
     assert p.tiles * wgrad.TILE_ROWS * p.columns >= N * K
-    assert p.splits == 1 or p.tiles * p.splits <= 132
+    assert p.splits == 1 or p.tiles * p.splits <= wgrad.MAX_WAVES * 132
+
+
+def test_the_last_wave_is_full_where_that_pays():
+    assert wgrad.plan(262144, 512, 512, 132).splits == 16  # 128 of 132 programs at a time
+    p = wgrad.plan(262144, 1536, 512, 132)
+    assert (p.tiles, p.splits) == (24, 11)  # two full waves, where one of 5 splits would leave 12 programs idle
 
 
 def test_three_tiles_of_128_columns_are_two_of_192():
