@@ -770,13 +770,13 @@ def attention_backward_kernel(
     )
     gl.warp_specialize(
         [
+            (side, (q_desc, k_desc, v_desc, dout_desc, hat_desc, k_s, v_s, q_s, do_s, qn_s, h_s, rows_s, front_s, back_s,
+                    facts, kv_full, q_full, x_full, ready, h_full, h_free, add_ptr, dq_ptr,
+                    add_pitch, dq_pitch, start, q_len, k_start, head, heads, blocks, form)),
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
                         scale, form, gl.constexpr(0), ACT, FAST)),
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
                         scale, form, gl.constexpr(1), ACT, FAST)),
-            (side, (q_desc, k_desc, v_desc, dout_desc, hat_desc, k_s, v_s, q_s, do_s, qn_s, h_s, rows_s, front_s, back_s,
-                    facts, kv_full, q_full, x_full, ready, h_full, h_free, add_ptr, dq_ptr,
-                    add_pitch, dq_pitch, start, q_len, k_start, head, heads, blocks, form)),
         ],
         [4, 4],
         [200, 104],

@@ -19,6 +19,7 @@ FORWARD, BACKWARD = "forward", "backward"
 MAX_DISTANCE = 1.0  # |log2| of the ratio in K or N: half to twice a measured width
 _CASE = ("op", "norm", "direction", "M", "K", "N", "N2")
 ROWS_WEIGHT = 0.25  # of |log2| of the ratio in M: rows matter less than widths
+MAX_ROWS_DISTANCE = 4.0  # |log2| of the ratio in M: with few rows there are too few tiles for all multiprocessors
 
 
 def path() -> Path:
@@ -48,9 +49,10 @@ def _distance(row: dict, problem: Problem) -> float | None:
     if any((a == 0) != (b == 0) for a, b in pairs):
         return None
     widths = [abs(math.log2(a / b)) for a, b in pairs if a]
-    if max(widths, default=0) > MAX_DISTANCE:
+    rows = abs(math.log2(row["M"] / problem.M))
+    if max(widths, default=0) > MAX_DISTANCE or rows > MAX_ROWS_DISTANCE:
         return None
-    return sum(widths) + ROWS_WEIGHT * abs(math.log2(row["M"] / problem.M))
+    return sum(widths) + ROWS_WEIGHT * rows
 
 
 def update(rows: list[dict], arch: int, env: dict, target: Path | None = None) -> Path:

@@ -53,7 +53,8 @@ def test_the_nearest_measured_shape_decides(table):
 
 def test_far_from_everything_measured_the_order_decides(table):
     table(row("hopper/lazy"))
-    for far in (dict(K=64), dict(N=2048), dict(arch=100), dict(dtype=torch.float32), dict(norm="layer"), dict(N2=512)):
+    for far in (dict(K=64), dict(N=2048), dict(arch=100), dict(dtype=torch.float32), dict(norm="layer"), dict(N2=512),
+                dict(M=512), dict(M=1 << 23)):  # fmt: skip
         problem = replace(PROBLEM, **far)
         assert choices.preferred(problem, "forward") is None
         assert registry.label(registry.choose(problem)) == "triton/separate"
@@ -62,7 +63,7 @@ def test_far_from_everything_measured_the_order_decides(table):
 def test_rows_count_less_than_widths(table):
     table(row("triton/lazy", M=4096), row("hopper/lazy", M=262144), row("triton/separate", K=1024))
     assert choices.preferred(replace(PROBLEM, M=2048), "forward") == "triton/lazy"
-    assert choices.preferred(replace(PROBLEM, M=1), "forward") == "triton/lazy"
+    assert choices.preferred(replace(PROBLEM, M=100), "forward") is None  # but one tile of rows is another problem
 
 
 def test_what_cannot_run_is_not_chosen(table):
