@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.util
 import json
 import subprocess
 import sys
@@ -33,7 +34,7 @@ def worker(name: str, args: argparse.Namespace) -> None:
     from recsys_norm.bench import convert_models as models
     from recsys_norm.bench.convert import Case, techniques_of
 
-    kind = models.KINDS[name]
+    kind = (models.KINDS | models.LIBRARY_KINDS)[name]
     build = (lambda size: models.dlrm(size, fused_tables=True)) if name == "dlrm" else None
     case = Case(kind, compiled=not args.eager, build=build)
     techniques = {}
@@ -67,9 +68,8 @@ def records(case: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
     checked = case.check()
     torch.cuda.empty_cache()
     ratios = {name: max(c.ratio for c in found) for name, found in checked.items()}
-    tokens = case.inputs[0].shape[:-1].numel()
     return [
-        {"candidate": name, "tokens": tokens, "error_ratio": round(ratios.get(name, 0.0), 3), **times}
+        {"candidate": name, "tokens": case.tokens, "error_ratio": round(ratios.get(name, 0.0), 3), **times}
         for name, times in measure(case, args.rounds, args.steps).items()
     ]
 
@@ -84,9 +84,10 @@ def answer(process: subprocess.Popen) -> str | None:
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
-    from recsys_norm.bench.convert_models import KINDS
+    from recsys_norm.bench.convert_models import KINDS, LIBRARY_KINDS
 
-    wanted = [name for name in KINDS if any(text in name for text in args.kinds.split("|"))]
+    there = [name for name in LIBRARY_KINDS if importlib.util.find_spec(name.split()[0])]
+    wanted = [name for name in (*KINDS, *there) if any(text in name for text in args.kinds.split("|"))]
     command = [sys.executable, __file__, "--rounds", str(args.rounds), "--steps", str(args.steps)]
     command += ["--eager"] if args.eager else []
     pipes: dict[str, Any] = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -98,7 +98,7 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
             batch * heads,
             *(rows, keys, values, dout, hat, rows, q_words, k_words, q_mean, q_rstd, o_rstd, weight, bias, post_weight),
             *(add, dq, dk, dv, sums, rows.stride(0), (rows if add is None else add).stride(0) // 2, D // 2, D),
-            *(q_step, k_step, heads, form, spec.scale),
+            *(q_step, k_step, heads, form, 0.5 * spec.scale),
         )
     _kernel(f"attention_backward_finish_{name}", 1)(
         -(-3 * D // FINISH_COLUMNS),

@@ -39,7 +39,7 @@ from .variants import Tile, Variant
 BLOCK = gl.constexpr(64)  # queries of a block, keys of a consumer, columns of a panel
 HALF = gl.constexpr(32)
 WIDTH = gl.constexpr(128)  # of a head
-STRIP = gl.constexpr(16)  # rows that the side has in registers at once
+STRIP = gl.constexpr(8)  # rows that the side has in registers at once
 Q_SLOTS = gl.constexpr(3)
 MAX_HEADS = gl.constexpr(8)
 KINDS = gl.constexpr(3)  # of column sums: post weight, pre weight, pre bias
@@ -140,32 +140,37 @@ def pointer(facts, i: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def gate(u, FAST: gl.constexpr):
-    """(1 + tanh(u)) / 2."""
+def tanh(x, FAST: gl.constexpr):
     if FAST:
-        t = gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [u], dtype=gl.float32, is_pure=True, pack=1)
-        return 0.5 * t + 0.5
+        return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
     else:
-        return 1.0 / (1.0 + gl.exp(-2.0 * u))
+        return 2.0 / (1.0 + gl.exp(-2.0 * x)) - 1.0
 
 
 @gluon.jit
-def activate_with_slope(x, ACT: gl.constexpr, FAST: gl.constexpr):
-    """(act(x), act'(x)); the forms and constants are those of kernels/gdpa/elementwise.py."""
-    x2 = x * x
+def activate_with_slope(z, ACT: gl.constexpr, FAST: gl.constexpr):
+    """(act(x), 2 act'(x)) for x = 2 z, in as few constants and intermediate values as the compiler has registers for;
+    the forms are those of kernels/gdpa/elementwise.py. With t = tanh(u) and x = 2 z
+
+        gelu_tanh   y = z + z t;   2 y' = (1 + t) (1 + x u' (1 - t)),   x u' = 3 u - 4 sqrt(2 / pi) z
+        gelu        y = z + z t;   2 y' = 1 + t + 2 x phi(x),           t = erf(x / sqrt 2)
+    """
+    z2 = z * z
     if ACT == GELU_TANH:
-        g = gate(x * (x2 * 0.035677408136300125 + 0.7978845608028654), FAST)
-        y = x * g
-        slope = g + (g - g * g) * x * (x2 * 0.21406444881780074 + 1.5957691216057308)
+        u = z * (z2 * 0.28541926508903503 + 1.5957691216057308)
+        w = 3.0 * u - 3.1915382432114616 * z
+        t = tanh(u, FAST)
+        y = z * t + z
+        slope = (1.0 + t) * (w * (1.0 - t) + 1.0)
     else:
         gl.static_assert(ACT == GELU)
         if FAST:
-            z = gl.minimum(x2, 36.0)
-            g = gate(x * ((z * -0.0003158071221326992 + 0.03679825636186153) * z + 0.7977178336476507), FAST)
+            m = gl.minimum(z2, 9.0)
+            t = tanh(z * ((m * -0.010105827914476395 + 0.29438605010509496) * m + 1.5954356670379639), FAST)
         else:
-            g = 0.5 + 0.5 * gl.erf(x * 0.7071067811865476)
-        y = x * g
-        slope = g + x * (gl.exp2(x2 * -0.7213475204444817) * 0.3989422804014327)
+            t = gl.erf(z * 1.4142135623730951)
+        y = z * t + z
+        slope = (1.0 + t) + z * (gl.exp2(z2 * -2.885390043258667) * 1.5957691216057308)
     return y, slope
 
 
@@ -211,7 +216,7 @@ def accumulate(a, tiles, tile, acc0, acc1):
 
 @gluon.jit
 def consume(
-    k_s, v_s, q_halves, do_halves, do_s, t_s, h_s, ready, t_full, h_full, h_free, dk0, dk1, dv0, dv1, i, scale, form,
+    k_s, v_s, q_halves, do_halves, do_s, t_s, h_s, ready, t_full, h_full, h_free, dk0, dk1, dv0, dv1, i, half, form,
     W: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     """Block i. Shifts of i that are always 0 keep the compiler from holding every tile's address in registers."""
@@ -221,22 +226,20 @@ def consume(
     stage = i & 1
     mbarrier.wait(ready.index(stage), (i >> 1) & 1)
     s, g = scores(k_s, v_s, q_halves, do_halves, 4 * stage, i >> 30, W)
-    s = warpgroup_mma_wait(2, deps=(s,))
-    p, slope = activate_with_slope(s * scale, ACT, FAST)
+    s, g = warpgroup_mma_wait(0, deps=(s, g))
+    p, slope = activate_with_slope(s * half, ACT, FAST)
     p0 = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv0, dv1 = accumulate(p0, do_halves, 4 * stage + (i >> 29), dv0, dv1)
-    g = warpgroup_mma_wait(2, deps=(g,))
     t = (g * slope).to(dtype)
     t0 = gl.convert_layout(t, operand, assert_trivial=True)
     dk0, dk1 = accumulate(t0, q_halves, 4 * stage + (i >> 28), dk0, dk1)
     mbarrier.wait(h_full, (i & 1) ^ 1)  # the products of the block before have read t
     t_s.index(W).slice(0, HALF, dim=1).store(t)
     s, g = scores(k_s, v_s, q_halves, do_halves, 4 * stage + 1 + (i >> 27), i >> 27, W)
-    s, dv0, dv1, dk0, dk1, p0, t0 = warpgroup_mma_wait(2, deps=(s, dv0, dv1, dk0, dk1, p0, t0))
-    p, slope = activate_with_slope(s * scale, ACT, FAST)
+    s, g, dv0, dv1, dk0, dk1, p0, t0 = warpgroup_mma_wait(0, deps=(s, g, dv0, dv1, dk0, dk1, p0, t0))
+    p, slope = activate_with_slope(s * half, ACT, FAST)
     p1 = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv0, dv1 = accumulate(p1, do_halves, 4 * stage + 1 + (i >> 26), dv0, dv1)
-    g = warpgroup_mma_wait(2, deps=(g,))
     t = (g * slope).to(dtype)
     t1 = gl.convert_layout(t, operand, assert_trivial=True)
     dk0, dk1 = accumulate(t1, q_halves, 4 * stage + 1 + (i >> 25), dk0, dk1)
@@ -249,7 +252,7 @@ def consume(
     h = warpgroup_mma(t_s.index(z).permute((1, 0)), k_s.index(W + z), h, use_acc=False, is_async=True)
     h = warpgroup_mma(t_s.index(1 + z).permute((1, 0)), k_s.index(2 + W + z), h, is_async=True)
     h, dv0, dv1, dk0, dk1, p1, t1 = warpgroup_mma_wait(0, deps=(h, dv0, dv1, dk0, dk1, p1, t1))
-    h *= scale
+    h *= half  # t is twice what it should be
     if form & INNER != 0:
         h += do_s.index(stage * 2 + W).load(wide).to(gl.float32)
     mbarrier.wait(h_free, (i & 1) ^ 1)
@@ -261,7 +264,7 @@ def consume(
 
 @gluon.jit
 def consumer(
-    k_s, v_s, q_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks, scale, form,
+    k_s, v_s, q_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks, half, form,
     W: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = k_s.dtype
@@ -285,14 +288,14 @@ def consumer(
     for i in range(blocks):
         dk0, dk1, dv0, dv1 = consume(
             k_s, v_s, q_halves, do_halves, do_s, t_s, h_s, ready, t_full, h_full, h_free, dk0, dk1, dv0, dv1, i,
-            scale, form, W, ACT, FAST,
+            half, form, W, ACT, FAST,
         )  # fmt: skip
     k_len = fact(facts, KEYS).to(gl.int32)
     dk_ptr = pointer(facts, DK, dtype)
     dv_ptr = pointer(facts, DV, dtype)
     token = fact(facts, DK_TOKEN)
-    store_sum(dk0 * scale, dk_ptr, token, 0, W * BLOCK, k_len)
-    store_sum(dk1 * scale, dk_ptr, token, BLOCK, W * BLOCK, k_len)
+    store_sum(dk0 * half, dk_ptr, token, 0, W * BLOCK, k_len)
+    store_sum(dk1 * half, dk_ptr, token, BLOCK, W * BLOCK, k_len)
     store_sum(dv0, dv_ptr, token, 0, W * BLOCK, k_len)
     store_sum(dv1, dv_ptr, token, BLOCK, W * BLOCK, k_len)
 
@@ -310,14 +313,13 @@ def meet_cluster():
 @gluon.constexpr_function
 def send_asm(outputs, inputs):
     """Lane j of a half warp, whose lanes hold the same rows, writes to CTA j."""
-    a, b, (row, *_), (buffer,), (shift,), (rank,), (heads,) = inputs
+    a, b, (row, *_), (buffer,), (rank,), (heads,) = inputs
     lines = [
         "{ .reg .pred p, q; .reg .u32 j, at, to;",
         f"mov.u32 j, %laneid; and.b32 j, j, 15; setp.eq.u32 q, j, {rank};",
         f"setp.lt.u32 p, j, {heads}; setp.ne.and.u32 p, j, {rank}, p;",
         f"shl.b32 at, {rank}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
-        f"add.u32 at, at, {shift};",
-        "@p mapa.shared::cluster.u32 to, at, j;",
+        f"mapa.shared::cluster.u32 at, at, {rank}; @p mapa.shared::cluster.u32 to, at, j;",
     ]
     for n, (x, y) in enumerate(zip(a, b)):  # a thread's rows are 8 apart
         lines.append(f"@q st.volatile.shared::cta.v2.b32 [at + {64 * n}], {{{x}, {y}}};")
@@ -330,11 +332,11 @@ def receive_asm(outputs, inputs):
     """Poll until the rows' values carry the bit. What does not come, because a CTA is gone, ends the kernel with an
     error after some seconds."""
     a, b = outputs
-    (row, *_), (buffer,), (shift,), (slot,), (bit,) = inputs
+    (row, *_), (buffer,), (rank,), (slot,), (bit,) = inputs
     lines = [
         "{ .reg .pred p, lost; .reg .u32 at, t, wrong, tries; mov.u32 tries, 0;",
         f"shl.b32 at, {slot}, 6; add.u32 at, at, {row}; shl.b32 at, at, 3; add.u32 at, at, {buffer};",
-        f"add.u32 at, at, {shift};",
+        f"mapa.shared::cluster.u32 at, at, {rank};",
         "POLL: mov.u32 wrong, 0;",
     ]
     for n, (x, y) in enumerate(zip(a, b)):
@@ -346,25 +348,25 @@ def receive_asm(outputs, inputs):
 
 
 @gluon.jit
-def send(a, b, rows, buffer, shift, bit, rank, heads):
+def send(a, b, rows, buffer, bit, rank, heads):
     """The rows' two sums of this CTA to all CTAs of the cluster. The last bit of a value tells which of a buffer's uses
     it belongs to, so that no barrier is needed. Two buffers in turn suffice: a warp sends for block i + 2 after it has
     seen what the others sent for block i + 1, and they sent that after they had read what it sent for block i."""
     x = (a.to(gl.int32, bitcast=True) & -2) | bit
     y = (b.to(gl.int32, bitcast=True) & -2) | bit
-    args = [x, y, rows, buffer, shift, rank, heads]
-    gl.inline_asm(send_asm, ("r", "r", "r", "r", "r", "r", "r"), args, is_pure=False)
+    args = [x, y, rows, buffer, rank, heads]
+    gl.inline_asm(send_asm, ("r", "r", "r", "r", "r", "r"), args, is_pure=False)
 
 
 @gluon.jit
-def receive(rows, buffer, shift, bit, heads):
+def receive(rows, buffer, bit, rank, heads):
     """The rows' two sums over all heads, always added in the same order."""
     R: gl.constexpr = gl.SliceLayout(1, strip_layout())
     T: gl.constexpr = gl.distributed_type(gl.int32, [STRIP], R)
     a = gl.zeros([STRIP], gl.float32, R)
     b = a
     for head in range(heads):
-        args = [rows, buffer, shift, head, bit]
+        args = [rows, buffer, rank, head, bit]
         x, y = gl.inline_asm(receive_asm, ("=&r", "=&r", "r", "r", "r", "r", "r"), args, (T, T), is_pure=False)
         a += x.to(gl.float32, bitcast=True)
         b += y.to(gl.float32, bitcast=True)
@@ -401,7 +403,7 @@ def piece_layout():
 
 @gluon.constexpr_function
 def strip_type():
-    return gl.distributed_type(gl.int32, [16, 64], strip_layout())
+    return gl.distributed_type(gl.int32, [STRIP, 64], strip_layout())
 
 
 @gluon.constexpr_function
@@ -468,7 +470,7 @@ def column_layout():
 @gluon.jit
 def add_columns(total, x):
     L: gl.constexpr = column_layout()
-    return total + gl.convert_layout(gl.sum(x.reshape([2, 8, BLOCK]), axis=0), L, assert_trivial=True)
+    return total + gl.convert_layout(x, L, assert_trivial=True)
 
 
 @gluon.jit
@@ -544,8 +546,7 @@ def side(
         issue_x(dout_desc, hat_desc, do_s, qn_s, x_full, start + j * BLOCK, column, j)
     if blocks > 2:
         issue_q(q_desc, q_s, q_full, start + 2 * BLOCK, column, 2)
-    shift = own_shift(facts)
-    offsets = piece_offsets() + shift
+    offsets = piece_offsets() + own_shift(facts)
     local = gl.arange(0, STRIP, R)
     pairs = gl.arange(0, BLOCK, C)
     zero = gl.zeros([8, BLOCK], gl.float32, column_layout())
@@ -580,7 +581,7 @@ def side(
                 ho = ho * wo[None, :]
                 dot = row_sums(he * xe, ho * xo)
                 total = row_sums(he, ho)
-                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), shift, bit_of(i), head, heads)
+                send(dot, total, rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), head, heads)
         if j < blocks:  # block i + 2: sums of the post-norm's backward
             slot = j % Q_SLOTS
             next_rstd, next_shift, next_o = row_vectors(facts, start, j * BLOCK, q_len, form, dtype)
@@ -597,7 +598,7 @@ def side(
                 do = do * go[None, :]
                 dot = row_sums(de * ze, do * zo)
                 total = row_sums(de, do)
-                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), shift, bit_of(j), head, heads)
+                send(dot, total, rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), head, heads)
             store_rows(rows_s, 2 * slot, next_rstd)
             store_rows(rows_s, 2 * slot + 1, next_shift)
             store_rows(rows_s, 2 * Q_SLOTS + (j & 1), next_o)
@@ -613,7 +614,7 @@ def side(
                                    mask=live[:, None] & (pairs >= 0)[None, :], other=0)  # fmt: skip
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
                 lift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
-                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), shift, bit_of(i), heads)
+                dot, total = receive(rows, back_s.index((i & 1) * MAX_HEADS), bit_of(i), head, heads)
                 he, ho = unpack(load_pairs(h_s.index(0), offsets + strip * (STRIP * 128)), dtype)
                 xe, xo = unpack(load_pairs(q_s.index(2 * slot), offsets + strip * (STRIP * 128)), dtype)
                 me, mo = unpack(more, dtype)
@@ -638,14 +639,16 @@ def side(
                 live = j * BLOCK + rows < q_len
                 here = offsets + strip * (STRIP * 128)
                 o_rstd = rows_s.index((2 * Q_SLOTS + (j & 1)) * STRIPS + strip).load(R)
-                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), shift, bit_of(j), heads)
+                dot, total = receive(rows, front_s.index((j & 1) * MAX_HEADS), bit_of(j), head, heads)
                 slope = -dot * number(facts, POST_SLOPE) * o_rstd
                 constant = -total * number(facts, POST_SHIFT) * o_rstd
                 de, do = unpack(load_live(do_s.index(2 * (j & 1)), here, live), dtype)
-                ze, zo = unpack(load_live(qn_s.index(2 * (j & 1)), here, live), dtype)
                 ge, go = parameter(facts, POST, form & HAS_POST, 1.0)
-                de = de * ge[None, :] * o_rstd[:, None] + (ze * slope[:, None] + constant[:, None])
-                do = do * go[None, :] * o_rstd[:, None] + (zo * slope[:, None] + constant[:, None])
+                de = de * ge[None, :] * o_rstd[:, None]
+                do = do * go[None, :] * o_rstd[:, None]
+                ze, zo = unpack(load_live(qn_s.index(2 * (j & 1)), here, live), dtype)
+                de += ze * slope[:, None] + constant[:, None]
+                do += zo * slope[:, None] + constant[:, None]
                 store_pairs(do_s.index(2 * (j & 1)), here, pack(de, do, dtype))
                 rstd = rows_s.index((2 * slot) * STRIPS + strip).load(R)
                 lift = rows_s.index((2 * slot + 1) * STRIPS + strip).load(R)
@@ -713,7 +716,7 @@ def attention_backward_kernel(
     k_step,
     heads,
     form,
-    scale,
+    half_scale,
     ACT: gl.constexpr,
     FAST: gl.constexpr,
 ):
@@ -774,12 +777,12 @@ def attention_backward_kernel(
                     facts, kv_full, q_full, x_full, ready, h_full, h_free, add_ptr, dq_ptr,
                     add_pitch, dq_pitch, start, q_len, k_start, head, heads, blocks, form)),
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
-                        scale, form, gl.constexpr(0), ACT, FAST)),
+                        half_scale, form, gl.constexpr(0), ACT, FAST)),
             (consumer, (k_s, v_s, qn_s, do_s, t_s, h_s, facts, kv_full, kv_ready, ready, t_full, h_full, h_free, blocks,
-                        scale, form, gl.constexpr(1), ACT, FAST)),
+                        half_scale, form, gl.constexpr(1), ACT, FAST)),
         ],
         [4, 4],
-        [200, 104],
+        [216, 216],
     )  # fmt: skip
 
 
@@ -840,7 +843,7 @@ def variants():
                 "k_step": "i32",
                 "heads": "i32",
                 "form": "i32",
-                "scale": "fp32",
+                "half_scale": "fp32",
                 "ACT": code,
                 "FAST": dtype == "bf16",
             }

@@ -73,6 +73,7 @@ class Case:
                     parameter.add_(0.3 * torch.randn_like(parameter))
         self.original = _moved(model, device, dtype)
         self.inputs = kind.inputs(size, rows or size.rows, device, dtype)
+        self.tokens = (rows or size.rows) * size.length
         self.inputs[0].requires_grad_(kind.inner)
         converted = copied(self.original)
         self.report = conversion.convert(converted, **policy)

@@ -184,4 +184,19 @@ KINDS = {
         Size(128, 256, 512, 4),
     ),
 }
+
+
+def _timm(size: Size) -> nn.Module:
+    import timm
+
+    sizes = dict(depth=size.layers, embed_dim=size.width, num_heads=size.heads)
+    return timm.create_model("vit_base_patch16_224", **sizes)
+
+
+def _images(size: Size, rows: int, device: str, dtype: torch.dtype) -> tuple[Any, ...]:
+    return (torch.randn(rows, 3, 224, 224, device=device, dtype=dtype),)
+
+
+# As they come out of a library, where it is installed.
+LIBRARY_KINDS = {"timm ViT-B": Kind(_timm, _images, Size(128, 197, 768, 4), inner=False)}
 SMALL = Size(2, 24, 64, 2, head_width=16, table_rows=50)  # for tests of all kinds without a GPU
