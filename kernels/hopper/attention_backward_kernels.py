@@ -235,8 +235,9 @@ def consume(
     dk0, dk1 = accumulate(t0, q_halves, 4 * stage + (i >> 28), dk0, dk1)
     mbarrier.wait(h_full, (i & 1) ^ 1)  # the products of the block before have read t
     t_s.index(W).slice(0, HALF, dim=1).store(t)
+    dv0, dv1, dk0, dk1, p0, t0 = warpgroup_mma_wait(0, deps=(dv0, dv1, dk0, dk1, p0, t0))
     s, g = scores(k_s, v_s, q_halves, do_halves, 4 * stage + 1 + (i >> 27), i >> 27, W)
-    s, g, dv0, dv1, dk0, dk1, p0, t0 = warpgroup_mma_wait(0, deps=(s, g, dv0, dv1, dk0, dk1, p0, t0))
+    s, g = warpgroup_mma_wait(0, deps=(s, g))
     p, slope = activate_with_slope(s * half, ACT, FAST)
     p1 = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     dv0, dv1 = accumulate(p1, do_halves, 4 * stage + 1 + (i >> 26), dv0, dv1)
@@ -462,15 +463,19 @@ def parameter(facts, place: gl.constexpr, given, default: gl.constexpr):
 
 
 @gluon.constexpr_function
-def column_layout():
-    """[8, 64]: what a thread has of the column sums, one row of them per half warp."""
-    return gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
+def fold_asm(outputs, inputs):
+    (out,), (even, odd) = outputs, inputs
+    lines = ["{ .reg .pred p; .reg .u32 l; .reg .f32 a, b; mov.u32 l, %laneid; setp.lt.u32 p, l, 16;"]
+    for x, e, o in zip(out, even, odd):
+        lines.append(f"selp.f32 a, {e}, {o}, p; selp.f32 b, {o}, {e}, p; shfl.sync.bfly.b32 b, b, 16, 31, -1;")
+        lines.append(f"add.f32 {x}, a, b;")
+    return "\n".join([*lines, "}"])
 
 
 @gluon.jit
-def add_columns(total, x):
-    L: gl.constexpr = column_layout()
-    return total + gl.convert_layout(x, L, assert_trivial=True)
+def fold(even, odd):
+    """Sums over the two half warps, of which the first keeps the even columns and the second the odd ones."""
+    return gl.inline_asm(fold_asm, ("=&f", "f", "f"), [even, odd], even.type, is_pure=True)
 
 
 @gluon.jit
@@ -549,13 +554,9 @@ def side(
     offsets = piece_offsets() + own_shift(facts)
     local = gl.arange(0, STRIP, R)
     pairs = gl.arange(0, BLOCK, C)
-    zero = gl.zeros([8, BLOCK], gl.float32, column_layout())
-    pwe = zero
-    pwo = zero
-    qwe = zero
-    qwo = zero
-    qbe = zero
-    qbo = zero
+    post_weight = gl.zeros([STRIP, BLOCK], gl.float32, S)
+    pre_weight = post_weight
+    pre_bias = post_weight
     for i in range(-2, blocks):
         j = i + 2
         if i >= 0:  # block i: sums of the pre-norm's backward
@@ -572,10 +573,8 @@ def side(
                 xe, xo = unpack(load_live(q_s.index(2 * slot), offsets + strip * (STRIP * 128), live), dtype)
                 xe = xe * rstd[:, None] + lift[:, None]
                 xo = xo * rstd[:, None] + lift[:, None]
-                qwe = add_columns(qwe, he * xe)
-                qwo = add_columns(qwo, ho * xo)
-                qbe = add_columns(qbe, he)
-                qbo = add_columns(qbo, ho)
+                pre_weight += fold(he * xe, ho * xo)
+                pre_bias += fold(he, ho)
                 we, wo = parameter(facts, WEIGHT, form & HAS_WEIGHT, 1.0)
                 he = he * we[None, :]
                 ho = ho * wo[None, :]
@@ -591,8 +590,7 @@ def side(
                 live = j * BLOCK + rows < q_len
                 de, do = unpack(load_live(do_s.index(2 * (j & 1)), offsets + strip * (STRIP * 128), live), dtype)
                 ze, zo = unpack(load_live(qn_s.index(2 * (j & 1)), offsets + strip * (STRIP * 128), live), dtype)
-                pwe = add_columns(pwe, de * ze)
-                pwo = add_columns(pwo, do * zo)
+                post_weight += fold(de * ze, do * zo)
                 ge, go = parameter(facts, POST, form & HAS_POST, 1.0)
                 de = de * ge[None, :]
                 do = do * go[None, :]
@@ -662,10 +660,10 @@ def side(
                 store_pairs(qn_s.index(2 * (j & 1)), here, normed)
             fence_async_shared()
             mbarrier.arrive(ready.index(j & 1))
-    scratch = h_s.reinterpret(gl.float32, [2 * KINDS, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-    store_columns(facts, scratch, pwe, pwo, 0, heads, column)
-    store_columns(facts, scratch, qwe, qwo, 1, heads, column)
-    store_columns(facts, scratch, qbe, qbo, 2, heads, column)
+    scratch = h_s.reinterpret(gl.float32, [KINDS, 8, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+    store_columns(facts, scratch, post_weight, 0, heads, column)
+    store_columns(facts, scratch, pre_weight, 1, heads, column)
+    store_columns(facts, scratch, pre_bias, 2, heads, column)
 
 
 @gluon.jit
@@ -675,16 +673,16 @@ def store_rows(rows_s, at, values):
 
 
 @gluon.jit
-def store_columns(facts, scratch, even, odd, kind: gl.constexpr, heads, column):
-    """One row of sums per program; `scratch` is where the half warps' rows meet."""
+def store_columns(facts, scratch, sums, kind: gl.constexpr, heads, column):
+    """One row of sums per program. Row 2 w + h of `sums` has columns 2 c + h from warp w; `scratch` is where they meet."""
     L: gl.constexpr = gl.BlockedLayout([8, 1], [1, 32], [1, 4], [1, 0])
-    scratch.index(2 * kind).store(even)
-    scratch.index(2 * kind + 1).store(odd)
+    scratch.index(kind).store(sums)
     gl.barrier()
+    total = gl.sum(scratch.index(kind).load(L).reshape([4, 2, BLOCK]), axis=0)
     ptr = pointer(facts, SUMS, gl.float32) + (gl.program_id(0) // heads * KINDS + kind).to(gl.int64) * (heads * WIDTH)
-    cols = column + 2 * gl.arange(0, BLOCK, gl.SliceLayout(0, L))
-    gl.store(ptr + cols, gl.sum(scratch.index(2 * kind).load(L), axis=0))
-    gl.store(ptr + cols + 1, gl.sum(scratch.index(2 * kind + 1).load(L), axis=0))
+    odd = gl.arange(0, 2, gl.SliceLayout(1, total.type.layout))[:, None]
+    cols = column + 2 * gl.arange(0, BLOCK, gl.SliceLayout(0, total.type.layout))[None, :]
+    gl.store(ptr + (cols + odd), total)
 
 
 @gluon.jit(do_not_specialize=["heads", "form"])

@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -183,6 +184,51 @@ def device_events(profiler: torch.profiler.profile) -> list[tuple[str, float, fl
         for event in profiler.events()
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
     ]
+
+
+class StepRecorder:
+    """Runs torch.profiler over `steps` steps of training after the `first` ones; `kernels` is what it found.
+
+    On a CPU only where a `trace` (a file for a trace viewer) is wanted. `write`: whether this process writes it.
+    """
+
+    def __init__(self, device: torch.device, first: int, steps: int, trace: Path | None, *, write: bool) -> None:
+        self._device, self._first, self._trace, self._write = device, first, trace, write
+        self._steps = steps if device.type == "cuda" or trace is not None else 0
+        self._profiler: torch.profiler.profile | None = None
+        self.kernels: KernelProfile | None = None
+
+    @property
+    def active(self) -> bool:
+        return self._profiler is not None
+
+    def before(self, taken: int) -> None:
+        """To be called before each step, with the number of steps taken."""
+        if self._steps == 0 or taken != self._first:
+            return
+        cuda, activity = self._device.type == "cuda", torch.profiler.ProfilerActivity
+        activities = ([activity.CUDA] if cuda else []) + ([activity.CPU] if self._trace is not None or not cuda else [])
+        schedule = torch.profiler.schedule(wait=0, warmup=1, active=self._steps)
+        self._profiler = torch.profiler.profile(activities=activities, schedule=schedule)
+        self._profiler.start()
+
+    def after(self, taken: int, *, last: bool) -> None:
+        """To be called after each step."""
+        if self._profiler is None:
+            return
+        recorded = taken - self._first - 1  # the profiler's own first step does not count
+        if recorded < self._steps and not last:
+            self._profiler.step()
+            return
+        profiler, self._profiler = self._profiler, None
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        profiler.stop()
+        if recorded < 1:
+            return
+        self.kernels = kernel_profile(device_events(profiler), recorded)
+        if self._trace is not None and self._write:
+            profiler.export_chrome_trace(str(self._trace))
 
 
 def alternate(variants: dict[str, Any], pairs: int, device: torch.device, *, warmup: int = 3) -> dict[str, list[float]]:

@@ -234,7 +234,7 @@ def _identity(config: Config, processes: Runtime) -> dict[str, Any]:
 
 def _speed(trainer: Trainer) -> dict[str, Any]:
     times, size = trainer.timer.times(), trainer.runtime.size
-    step_ms, kernels = times.percentiles(), trainer.kernels
+    step_ms, kernels = times.percentiles(), trainer.recorder.kernels
     examples, tokens = times.per_second(times.rows), times.per_second(times.tokens)
     mfu = None
     peak = profile.peak_flops(torch.cuda.get_device_name()) if trainer.runtime.device.type == "cuda" else None

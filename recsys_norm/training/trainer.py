@@ -54,7 +54,7 @@ class Trainer:
     """Trains `model` (its `sparse` part sharded, see `sharding`) on `data`.
 
     `fit` trains, validates, saves and may stop; `test` evaluates the best checkpoint; `measure_norm_cost` times steps
-    with and without norms. `timer`, `kernels` and `peak_mem_bytes` hold what was measured on the way.
+    with and without norms. `timer`, `recorder` and `peak_mem_bytes` hold what was measured on the way.
     """
 
     def __init__(self, config: Config, runtime: Runtime, run_dir: Path, data: Any, model: nn.Module) -> None:
@@ -92,7 +92,9 @@ class Trainer:
         self.logger = RunLogger(config.logger, run_dir, active=runtime.main)
         self.timer = profile.StepTimer(runtime.device, config.trainer.timing_warmup)
         self.window = TrainingWindow(runtime, self.schema.logit_shift)
-        self.kernels: profile.KernelProfile | None = None
+        trace = run_dir / "trace.json" if config.trainer.profile_trace else None
+        first, recorded = config.trainer.timing_warmup, config.trainer.profile_steps
+        self.recorder = profile.StepRecorder(runtime.device, first, recorded, trace, write=runtime.main)
         self.peak_mem_bytes = 0
         self._run_dir = run_dir
         self._full_batch = {True: 0, False: 0}  # most rows of a batch so far, in training and in evaluation
@@ -101,7 +103,6 @@ class Trainer:
         self._best_before: tuple[int | None, float | None] = None, None  # the best validation but one
         self._stream: Iterator[Batch] | None = None
         self._steps_here = 0
-        self._profiler: torch.profiler.profile | None = None
 
     # -- the plan of a run
 
@@ -162,9 +163,9 @@ class Trainer:
                 self._save()
             if self._over:
                 return
-            self._profile_before()
+            self.recorder.before(self._steps_here)
             self._step(batches)
-            self._profile_after()
+            self.recorder.after(self._steps_here, last=self._over)
             self._report()
             if self._due(self.config.trainer.checkpoint_every_steps) and not self._validation_due():
                 self._save()
@@ -212,7 +213,7 @@ class Trainer:
         self.timer.mark("optimizer")
         self.progress.step += 1
         self._steps_here += 1
-        self.timer.end(rows, tokens, count=self._profiler is None)
+        self.timer.end(rows, tokens, count=not self.recorder.active)
         self._losses.append((loss, norm.detach() if own_norm is None else own_norm))
         if self.runtime.device.type == "cpu" and self.runtime.size == 1:
             self._check_finite(self._losses[-1:])
@@ -495,36 +496,6 @@ class Trainer:
         if self.optimizers.weights is not None:  # low-precision weights and gradients
             total += self.optimizers.weights.nbytes
         return total
-
-    def _profile_before(self) -> None:
-        settings = self.config.trainer
-        wanted = self.runtime.device.type == "cuda" or settings.profile_trace
-        if not wanted or settings.profile_steps == 0 or self._steps_here != settings.timing_warmup:
-            return
-        activities = [torch.profiler.ProfilerActivity.CUDA] if self.runtime.device.type == "cuda" else []
-        if settings.profile_trace or not activities:
-            activities.append(torch.profiler.ProfilerActivity.CPU)
-        schedule = torch.profiler.schedule(wait=0, warmup=1, active=settings.profile_steps)
-        self._profiler = torch.profiler.profile(activities=activities, schedule=schedule)
-        self._profiler.start()
-
-    def _profile_after(self) -> None:
-        if self._profiler is None:
-            return
-        settings = self.config.trainer
-        recorded = self._steps_here - settings.timing_warmup - 1  # the profiler's own first step does not count
-        if recorded < settings.profile_steps and not self._over:
-            self._profiler.step()
-            return
-        profiler, self._profiler = self._profiler, None
-        if self.runtime.device.type == "cuda":
-            torch.cuda.synchronize()
-        profiler.stop()
-        if recorded < 1:
-            return
-        self.kernels = profile.kernel_profile(profile.device_events(profiler), recorded)
-        if settings.profile_trace and self.runtime.main:
-            profiler.export_chrome_trace(str(self._run_dir / "trace.json"))
 
     def flops_per_step(self, batches: int = 4) -> float:
         """GEMM and attention flops of a step over valid tokens on this rank: the mean of the first training batches."""
