@@ -61,7 +61,8 @@ def test_rows_that_tma_reads_as_they_lie():
     rows = attention_backward.as_rows(pair[:, 1])
     assert rows.data_ptr() == pair[:, 1].data_ptr() and rows.stride() == (1024, 1) and rows.shape == (5, 512)
     assert torch.equal(rows, pair[:, 1].flatten(1))
-    for view in (pair[:, 1].transpose(1, 2).reshape(5, 128, 4).transpose(1, 2), pair[:, 0, :, 1:65], pair[:1, 0].expand(5, -1, -1)):
+    swapped = pair[:, 1].transpose(1, 2).contiguous().transpose(1, 2)
+    for view in (swapped, pair[:, 0, :, 1:65], pair[:1, 0].expand(5, -1, -1)):
         rows = attention_backward.as_rows(view)
         assert torch.equal(rows, view.flatten(1)) and rows.stride(0) >= rows.shape[1]
 

@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from op_cases import FORCED, GEMM_OPS, check_added_gradient, tensors_for
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys_norm import ops
 from recsys_norm.kernels.compile import declared_architectures, run_checks
@@ -217,6 +218,29 @@ def test_a20_nothing_runs_for_a_frozen_parameter(kernels_serve, monkeypatch, op,
     spy = Spy(monkeypatch)
     torch.autograd.grad(y.sum(), [tensors[n] for n in wanted])
     assert spy.calls == calls
+
+
+class Names(TorchDispatchMode):
+    """Names of the operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", [op for op in GEMM_OPS if op != "norm"])
+def test_no_zeros_are_made_for_outputs_that_are_only_saved(kernels_serve, op):
+    """Autograd would fill a gradient for each, one of them as large as the rows."""
+    tensors = on_device(tensors_for(op, M=4, K=6, N=5))
+    y = getattr(ops, op)(**tensors, norm="layer", technique="separate")
+    dy = torch.ones_like(y)
+    with Names() as running:
+        torch.autograd.grad(y, [t for t in tensors.values() if t is not None], dy)
+    assert not [name for name in running.names if "zero" in name]
 
 
 def test_inputs_are_never_modified(kernels_serve):
