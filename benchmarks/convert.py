@@ -42,6 +42,7 @@ def worker(name: str, args: argparse.Namespace) -> None:
         case.results(case.candidates[candidate], case.inputs)  # compiles
     techniques = techniques_of(case)
     torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # for the one whose turn it is
     say("ready")
     sys.stdin.readline()
     about = {

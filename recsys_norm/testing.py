@@ -115,10 +115,15 @@ def _run(function: Any, tensors: dict[str, Any], options: dict[str, Any], out_gr
 
 
 def _as_double(tensors: dict[str, Any]) -> dict[str, Any]:
+    """In fp64; a tensor that is given twice (q as its own residual) stays one tensor, with the sum of both gradients."""
+    made: dict[int, Tensor] = {}
+
     def up(t: Any) -> Any:
-        if not isinstance(t, Tensor):
+        if not isinstance(t, Tensor) or not t.is_floating_point():
             return t
-        return t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t
+        if id(t) not in made:
+            made[id(t)] = t.detach().double().requires_grad_(t.requires_grad)
+        return made[id(t)]
 
     return {n: up(t) for n, t in tensors.items()}
 

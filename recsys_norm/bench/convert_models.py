@@ -165,23 +165,23 @@ class Kind:
 
 
 KINDS = {
-    "encoder pre-norm": Kind(lambda size: encoder(size, True), _tokens, Size(128, 256, 512, 4)),
-    "encoder post-norm": Kind(lambda size: encoder(size, False), _tokens, Size(128, 256, 512, 4)),
-    "dlrm": Kind(dlrm, _bags, Size(128, 256, 1024, 1), inner=False),
+    "encoder pre-norm": Kind(lambda size: encoder(size, True), _tokens, Size(512, 256, 512, 2)),
+    "encoder post-norm": Kind(lambda size: encoder(size, False), _tokens, Size(512, 256, 512, 2)),
+    "dlrm": Kind(dlrm, _bags, Size(256, 256, 1024, 1), inner=False),
     "hstu": Kind(
         lambda size: nn.Sequential(*(HSTUBlock(size.width, size.heads) for _ in range(size.layers))),
         _tokens,
-        Size(128, 256, 512, 4, head_width=128),
+        Size(512, 256, 512, 2, head_width=128),
     ),
     "pre-norm block": Kind(
         lambda size: nn.Sequential(*(PreNormBlock(size.width, size.heads) for _ in range(size.layers))),
         _tokens,
-        Size(128, 197, 768, 4),
+        Size(512, 197, 768, 2),
     ),
     "pre-norm block rms": Kind(
         lambda size: nn.Sequential(*(PreNormBlock(size.width, size.heads, nn.RMSNorm) for _ in range(size.layers))),
         _tokens,
-        Size(128, 256, 512, 4),
+        Size(512, 256, 512, 2),
     ),
 }
 
@@ -198,5 +198,5 @@ def _images(size: Size, rows: int, device: str, dtype: torch.dtype) -> tuple[Any
 
 
 # As they come out of a library, where it is installed.
-LIBRARY_KINDS = {"timm ViT-B": Kind(_timm, _images, Size(128, 197, 768, 4), inner=False)}
+LIBRARY_KINDS = {"timm ViT-B": Kind(_timm, _images, Size(512, 197, 768, 2), inner=False)}
 SMALL = Size(2, 24, 64, 2, head_width=16, table_rows=50)  # for tests of all kinds without a GPU

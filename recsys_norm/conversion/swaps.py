@@ -2,7 +2,8 @@
 
 A fused op computes what several modules did. The last of them calls the op with the parameters of all; those before it
 pass their input on. So the code that calls the modules, their names, parameters, hooks and state_dict stay as they are, and
-`isinstance` still holds. Inputs of a dtype that the ops do not take (float64) go the way they went before.
+`isinstance` still holds. Inputs of a dtype that the ops do not take (float64), and on a GPU those with so few values that an
+op's launch would cost more than it saves, go the way they went before.
 """
 
 from __future__ import annotations
@@ -19,6 +20,10 @@ from recsys_norm.conversion.norms import STATE, arguments_of, spec_of
 from recsys_norm.nn.policy import Policy
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Values of the matrix that is normalised. An op costs the host more than the module calls it stands for, 0.35 ms each way
+# where it was measured: at 17 million values every converted model waited for the host (benchmarks/NOTES.md).
+MIN_ELEMENTS = 1 << 25
 
 
 if TYPE_CHECKING:
@@ -50,8 +55,18 @@ class Swapped(_Base):
         """What it computes now."""
         raise NotImplementedError
 
+    def small(self, x: Tensor) -> bool:
+        """Whether an op would cost more than it saves."""
+        return x.is_cuda and self.normalised(x) < self.__dict__[STATE]["min_elements"]
+
+    def normalised(self, x: Tensor) -> int:
+        """Values of the matrix that the norm sees."""
+        return x.numel()
+
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args or kwargs or x.dtype not in DTYPES:  # further arguments: of a norm with a class of its own
+        if (
+            args or kwargs or x.dtype not in DTYPES or self.small(x)
+        ):  # more arguments: of a norm with a class of its own
             return self.original(x, *args, **kwargs)
         return self.fused(x)
 
@@ -80,7 +95,14 @@ class _NormLinear(Swapped):
         return ops.norm_linear(x, self.weight, self.bias, **given, **how)
 
 
-class _LinearNormLinear(Swapped):
+class _AfterLinear(Swapped):
+    """The first part is a linear, whose result is normalised."""
+
+    def normalised(self, x: Tensor) -> int:
+        return x.shape[:-1].numel() * self.parts[0].weight.shape[0]
+
+
+class _LinearNormLinear(_AfterLinear):
     kind = "linear_norm_linear"
     weight: Tensor
     bias: Tensor | None
@@ -95,7 +117,7 @@ class _LinearNormLinear(Swapped):
         )
 
 
-class _LinearNorm(Swapped):
+class _LinearNorm(_AfterLinear):
     kind = "linear_norm"
 
     def fused(self, x: Tensor) -> Tensor:
@@ -162,6 +184,7 @@ def swap(module: nn.Module, kind: str, policy: Policy, parts: tuple[nn.Module, .
 def set_class(module: nn.Module, target: type, policy: Policy, parts: tuple[nn.Module, ...], **state: Any) -> None:
     """Make a module one of the swapped class `target`."""
     module.__dict__[STATE] = {"origin": type(module), "policy": policy, "parts": parts, **state}
+    module.__dict__[STATE].setdefault("min_elements", MIN_ELEMENTS)
     module.__class__ = target
 
 
@@ -170,5 +193,7 @@ def restore(module: nn.Module) -> None:
     module.__class__ = module.__dict__.pop(STATE)["origin"]
 
 
-def set_policy(module: nn.Module, policy: Policy) -> None:
-    module.__dict__[STATE]["policy"] = policy
+def set_policy(module: nn.Module, policy: Policy, min_elements: int | None = None) -> None:
+    """How a swapped module computes from now on; `min_elements` None is the measured default."""
+    given = MIN_ELEMENTS if min_elements is None else min_elements
+    module.__dict__[STATE] |= {"policy": policy, "min_elements": given}

@@ -20,14 +20,14 @@ class FusedTransformerEncoderLayer(Swapped, nn.TransformerEncoderLayer):
     post-norm: norm1(x + out_proj(attention(in_proj(x)))); norm2(x + linear2(act(linear1(x))))
 
     norm and in_proj, norm and linear1 (pre) or out_proj, sum and norm, linear2, sum and norm (post) are one op each. Where
-    dropout stands between a linear and its norm, the sum and the norm are one op while it is active. Nested tensors and
-    float64 go through torch's own forward.
+    dropout stands between a linear and its norm, the sum and the norm are one op while it is active. Nested tensors, float64
+    and small inputs go through torch's own forward.
     """
 
     kind = "transformer encoder layer"
 
     def forward(self, src, src_mask=None, src_key_padding_mask=None, is_causal=False):
-        if src.is_nested or src.dtype not in DTYPES:
+        if src.is_nested or src.dtype not in DTYPES or self.small(src):
             return nn.TransformerEncoderLayer.forward(self, src, src_mask, src_key_padding_mask, is_causal)
         mask = _merged_mask(src.dtype, src_mask, src_key_padding_mask, self.self_attn.num_heads)
         causal = is_causal and src_key_padding_mask is None

@@ -83,9 +83,12 @@ class EventTokens(nn.Module):
 
 
 def locate(offsets: Tensor, n_tokens: int) -> tuple[Tensor, Tensor]:
-    """Row of each packed token, and its position from the end of its sequence (0 is the last), both [T] int."""
+    """Row of each packed token, and its position from the end of its sequence (0 is the last), both [T] int.
+
+    The search is in the whole of `offsets`: for a part of it, torch 2.11's inductor searches from its start on a GPU.
+    """
     token = torch.arange(n_tokens, device=offsets.device, dtype=offsets.dtype)
-    row = torch.searchsorted(offsets[1:], token, right=True, out_int32=offsets.dtype == torch.int32)
+    row = torch.searchsorted(offsets, token, right=True, out_int32=offsets.dtype == torch.int32) - 1
     row = row.clamp(max=max(offsets.shape[0] - 2, 0))  # tokens past the last offset belong to no row
     return row, offsets[row + 1] - 1 - token
 

@@ -61,7 +61,8 @@ def _slots(offsets_B1: Tensor, rows: int, length: int) -> Tensor:
     """Where each packed row goes in [B * length] padded rows; rows of no sequence go to the extra slot at the end."""
     batch = offsets_B1.shape[0] - 1
     index = torch.arange(rows, device=offsets_B1.device)
-    sequence = torch.searchsorted(offsets_B1[1:].contiguous(), index.to(offsets_B1.dtype), right=True)
+    # In the whole of the offsets: for a part of them, torch 2.11's inductor searches from their start on a GPU.
+    sequence = torch.searchsorted(offsets_B1, index.to(offsets_B1.dtype), right=True) - 1
     position = index - offsets_B1[sequence]
     inside = (sequence < batch) & (position < length)
     return torch.where(inside, sequence * length + position, batch * length)

@@ -54,7 +54,7 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
                 processes.health.at(
                     "cleaning up"
                 )  # or this rank, done waiting for another, might look like the hanging one
-                trainer.logger.close()
+                trainer.close()
                 del trainer
                 gc.collect()  # a sweep's next job finds the memory free
                 if processes.device.type == "cuda":

@@ -104,6 +104,12 @@ class Trainer:
         self._stream: Iterator[Batch] | None = None
         self._steps_here = 0
 
+    def close(self) -> None:
+        """Let go of the iterators over batches. Collected as garbage, together with their queues, they could not tell the
+        loader's processes to end, and each of these would be waited for in vain."""
+        self.logger.close()
+        self.pipeline = self._stream = None
+
     # -- the plan of a run
 
     def _train_loader(self) -> Any:

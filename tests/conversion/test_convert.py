@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import recsys_norm
+from recsys_norm.conversion import swaps
 from recsys_norm.ops import registry
 
 
@@ -301,6 +302,23 @@ def test_models_of_a_library_with_norms_of_its_own():
     report = recsys_norm.convert(model, "unfused")
     assert [kind for kind, _ in report.replaced] == ["norm_linear", "norm_linear", "norm"] and not report.left
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mlp", "block", "pre-norm", "post-norm"])
+def test_small_inputs_on_a_gpu_go_the_old_way(name, monkeypatch):
+    least = lambda module: module.__dict__[swaps.STATE]["min_elements"]  # noqa: E731
+    monkeypatch.setattr(swaps.Swapped, "small", lambda self, x: self.normalised(x) < least(self))
+    model, x = made(name), torch.randn(3, 5, 16)
+    expected = results(model, x)
+    registry.reset_counts()
+    recsys_norm.convert(model, "unfused")
+    assert all(torch.equal(a, b) for a, b in zip(results(model, x), expected, strict=True)) and not registry.counts()
+    recsys_norm.convert(model, "unfused", min_elements=1 + 15 * (24 if name == "mlp" else 16))
+    results(model, x)
+    assert not registry.counts()
+    recsys_norm.convert(model, "unfused", min_elements=15 * (24 if name == "mlp" else 16))
+    assert_same(results(model, x), expected)
+    assert registry.counts()
 
 
 def test_nothing_to_do():

@@ -24,7 +24,7 @@ CASES += [(name, torch.float32) for name in ("encoder post-norm", "pre-norm bloc
 
 @pytest.mark.parametrize("name,dtype", CASES)
 def test_outputs_and_gradients(name, dtype):
-    case = made(name, dtype=dtype, on_unsupported="raise")
+    case = made(name, dtype=dtype, on_unsupported="raise", min_elements=0)
     found = case.check()[AFTER]
     assert len(found) >= len(list(case.original.parameters()))
     served = techniques_of(case)
@@ -35,4 +35,13 @@ def test_outputs_and_gradients(name, dtype):
 def test_through_torch_compile(name):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of dynamo
-        assert {COMPILED[AFTER]} <= set(made(name, compiled=True).check())
+        assert {COMPILED[AFTER]} <= set(made(name, compiled=True, min_elements=0).check())
+
+
+def test_small_inputs_go_through_the_modules_as_they_were():
+    case = made("encoder post-norm")
+    assert not techniques_of(case)
+    for (name, expected), found in zip(
+        case.results(case.original, case.inputs).items(), case.results(case.candidates[AFTER], case.inputs).values()
+    ):
+        assert torch.equal(found, expected), name

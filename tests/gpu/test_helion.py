@@ -19,7 +19,7 @@ def run(op, norm, options=None, **case):
     tensors = {n: t if t is None else t.detach().cuda().requires_grad_(t.requires_grad) for n, t in tensors.items()}
     registry.reset_counts()
     check_op(op, tensors, {"norm": norm, **(options or {})}, HELION)
-    assert registry.counts()[op] == {"helion (helion)": 2, "unfused": 1}
+    assert set(registry.counts()[op]) == {"helion (helion)", "unfused"}
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])

@@ -25,7 +25,7 @@ def test_linear_norm(norm, M, K, N, dtype):
     tensors = {n: t if t is None else t.detach().cuda().requires_grad_() for n, t in tensors.items()}
     registry.reset_counts()
     check_op("linear_norm", tensors, {"norm": norm}, TLX)
-    assert registry.counts()["linear_norm"] == {"tlx (tlx)": 2, "unfused": 1}
+    assert set(registry.counts()["linear_norm"]) == {"tlx (tlx)", "unfused"}
 
 
 def test_a26_a_thousand_launches_give_equal_bits():

@@ -63,3 +63,19 @@ def test_regions_know_the_width_of_every_event_type(monkeypatch):
                   isinstance(n.meta.get("example_value"), torch.Tensor)]  # fmt: skip
         assert all(isinstance(size, int) for shape in shapes for size in shape[1:]), shapes
     torch._dynamo.reset()
+
+
+def test_searches_are_in_whole_tensors():
+    """For a part of a tensor, torch 2.11's inductor searches from the tensor's start on a GPU."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from recsys_norm.models.tokens import locate
+    from recsys_norm.ops.jagged_torch import _slots
+
+    offsets = torch.tensor([0, 2, 2, 5], dtype=torch.int32)
+    row, position = locate(offsets, 7)
+    assert row.tolist() == [0, 0, 2, 2, 2, 2, 2] and position.tolist()[:5] == [1, 0, 2, 1, 0]
+    assert _slots(offsets, 7, 4).tolist() == [0, 1, 8, 9, 10, 12, 12]
+    for search in (lambda offsets: locate(offsets, 7), lambda offsets: _slots(offsets, 7, 4)):
+        found = [n for n in make_fx(search)(offsets).graph.nodes if n.target is torch.ops.aten.searchsorted.Tensor]
+        assert [node.args[0].op for node in found] == ["placeholder"]
