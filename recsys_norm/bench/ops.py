@@ -172,6 +172,8 @@ def time_case(
         if any(v["skipped"] is None for v in verdicts.get(label, {}).values()):
             subjects[label] = Subject(case, tensors, arguments, grads)
             grads = subjects[label].grads
+    if not subjects:
+        return
     for direction in directions:
         right = [label for label in subjects if verdicts[label][direction]["skipped"] is None]
         functions = {label: getattr(subjects[label], direction) for label in right}

@@ -11,6 +11,7 @@ Every record is written to a file as it arrives, so that a run that is cut keeps
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -51,7 +52,13 @@ def child(options: dict) -> None:
     directions, techniques = options["directions"], options["techniques"]
     for index, case in enumerate(cases):
         if options["mode"] == "check":
-            _say(verdict={"case": index, "found": bench.check_case(case, directions, techniques)})
+            try:
+                found = bench.check_case(case, directions, techniques)
+            except Exception as error:  # out of memory, most likely: the other cases are still worth measuring
+                print(f"{case} is left out: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                found = {}
+            _say(verdict={"case": index, "found": found})
+            torch.cuda.empty_cache()
         bench.compile_case(case, directions, techniques if options["mode"] == "compile" else [])
         torch.cuda.empty_cache()
     if options["mode"] == "compile":
@@ -102,8 +109,9 @@ class Process:
         raise Failed(f"a process of the bench ended with exit status {self._child.wait()}; see its messages above")
 
     def go(self, **fields) -> None:
-        self._child.stdin.write(json.dumps({"go": fields}) + "\n")
-        self._child.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # a process that has died is noticed by `until`
+            self._child.stdin.write(json.dumps({"go": fields}) + "\n")
+            self._child.stdin.flush()
 
     def end(self) -> None:
         if self._child.poll() is None:
@@ -153,6 +161,7 @@ def run(
     processes = [Process(command("measure" if seed else "check", cases, settings)) for seed in range(runs)]
     results: list[list[dict]] = []
     self_tests: list[float] = []
+    failed: Failed | None = None
     environment = env.record()
     try:
         verdicts = [m["verdict"]["found"] for m in processes[0].until("ready")]
@@ -165,20 +174,27 @@ def run(
                 end = time.time() + (until - time.time()) / (runs - seed)
                 process.go(seed=seed, launches=-(-launches // runs), verdicts=verdicts, until=end, without=without)
                 records: list[dict] = []
-                for message in process.until("done"):
-                    if "self_test" in message:
-                        self_tests.append(_trusted(message["self_test"]))
-                    if "record" in message:
-                        records.append(message["record"])
-                        print(json.dumps({"process": seed, **message["record"]}), file=file, flush=True)
-                results.append(records)
+                try:
+                    for message in process.until("done"):
+                        if "self_test" in message:
+                            self_tests.append(_trusted(message["self_test"]))
+                        if "record" in message:
+                            records.append(message["record"])
+                            print(json.dumps({"process": seed, **message["record"]}), file=file, flush=True)
+                except Failed as error:  # what the other processes measure stands
+                    failed = error
+                    note(str(error))
+                if records:
+                    results.append(records)
                 process.end()
                 note(f"process {seed} has measured {len(records)} records")
-                if retune and not seed:
+                if retune and not seed and results:
                     retune(bench.winners(bench.merge(results)), environment)
     finally:
         for process in processes:
             process.end()
+    if failed is not None and not results:
+        raise failed
     records = bench.merge(results)
     bench.add_errors_of_fused(records)
     bench.add_compiled(records)

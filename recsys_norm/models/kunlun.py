@@ -62,9 +62,9 @@ class Kunlun(nn.Module):
         return self.dense(batch.dense, pooled, candidates, events)
 
 
-def _filled(x: Tensor, multiple: int | None) -> Tensor:
-    """x [T, ..] with rows of zeros after its last until their number is a multiple."""
-    missing = -len(x) % multiple if multiple else 0
+def _filled(x: Tensor, multiple: int | None, offset: int) -> Tensor:
+    """x [T, ..] with rows of zeros after its last until their number is `offset` more than a multiple."""
+    missing = (offset - len(x)) % multiple if multiple else 0
     if missing == 0:
         return x
     filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
@@ -86,9 +86,9 @@ class DenseArch(nn.Module):
         events: {name: (field embeddings [T, n_fields * dim], offsets [B + 1] int32, ages [T] in seconds)}.
 
     Attributes:
-        token_multiple: None, or fill T up to a multiple of it with tokens that belong to no row. They change no result:
-            attention neither reads them nor sends them a gradient. With few values of T, the parts that depend on it
-            can be replayed as CUDA graphs, too.
+        token_multiple: None, or fill T up to a multiple of it, plus the event type's `token_offsets` (0 unless set), with
+            tokens that belong to no row. They change no result: attention neither reads them nor sends them a gradient.
+            With few values of T, the parts that depend on it can be replayed as CUDA graphs, too.
     """
 
     full_precision = ("head.out.",)  # parameters that compute in fp32 under autocast too
@@ -97,6 +97,7 @@ class DenseArch(nn.Module):
         super().__init__()
         check_events(config, schema)
         self.token_multiple: int | None = None
+        self.token_offsets: dict[str, int] = {}
         sizes = {event.name: config.events[event.name] for event in schema.events}
         self.n_sum, self.n_seeds = config.n_sum, config.n_seeds
         self.context = ContextTokens(config, schema, how)
@@ -120,7 +121,8 @@ class DenseArch(nn.Module):
         sequences = {}
         for name, tokens in self.event_tokens.items():
             fields, offsets, ages = events[name]
-            fields, ages = _filled(self._embeddings(fields), self.token_multiple), _filled(ages, self.token_multiple)
+            fill = self.token_multiple, self.token_offsets.get(name, 0)
+            fields, ages = _filled(self._embeddings(fields), *fill), _filled(ages, *fill)
             sequences[name] = tokens(fields, offsets, ages, candidates)
         offsets = {name: events[name][1] for name in sequences}
         summaries: dict[str, Tensor | None] = dict.fromkeys(sequences)

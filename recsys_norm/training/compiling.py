@@ -35,13 +35,14 @@ def compile_regions(dense: nn.Module, *, replay: bool) -> None:
         region.compile(fullgraph=True, options=options | {"triton.cudagraphs": fixed and replay})
 
 
-def token_multiple(model: Any, wanted: int | None) -> int | None:
-    """What to fill numbers of tokens up to multiples of (`backend.token_multiple`); None leaves them as they are."""
-    if wanted is not None:
-        return wanted or None
-    longest = max((event.mean_len for event in model.events.values()), default=0)
-    tokens = model.batch_size * longest / FILL
-    return 1 << max(round(math.log2(tokens)), 6) if tokens >= 1 else None
+def fill_tokens(dense: Any, model: Any, wanted: int | None) -> None:
+    """Have a DenseArch fill its numbers of tokens up (`backend.token_multiple`). The number expected of an event type lies
+    in the middle between two that are filled up to, so that most batches have the same."""
+    expected = {name: round(model.batch_size * event.mean_len) for name, event in model.events.items()}
+    tokens = max(expected.values(), default=0) / FILL
+    multiple = wanted if wanted is not None else 1 << max(round(math.log2(tokens)), 6) if tokens >= 1 else 0
+    dense.token_multiple = multiple or None
+    dense.token_offsets = {name: (n + multiple // 2) % multiple for name, n in expected.items()} if multiple else {}
 
 
 def begin_step() -> None:

@@ -33,8 +33,9 @@ class BackendConfig:
     compile_eval: also in evaluation, whose graphs are others; without, it runs eagerly.
     cuda_graphs: record what is compiled as CUDA graphs, which take the host next to no time to start (not with gradient
         accumulation). Each number of tokens T that occurs is recorded for itself.
-    token_multiple: with CUDA graphs, fill T up to a multiple of this, so that few numbers occur; null: a power of two of
-        about 1/32 of the model's `batch_size` x longest `mean_len`; 0: leave T and record only what does not depend on it.
+    token_multiple: with CUDA graphs, fill T up in steps of this, so that few numbers occur (the model's `batch_size` x
+        `mean_len` is half a step below one of them); null: a power of two of about 1/32 of that of the longest events;
+        0: leave T and record only what does not depend on it.
     """
 
     name: str = MISSING

@@ -21,7 +21,7 @@ from recsys_norm.models.flops import ModelFlops
 from recsys_norm.training import profile
 from recsys_norm.training.averaging import WeightAverage
 from recsys_norm.training.checkpoint import Checkpoints
-from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly, token_multiple
+from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly, fill_tokens
 from recsys_norm.training.config import Config, ConfigError
 from recsys_norm.training.logging import RunLogger
 from recsys_norm.training.masters import MasterWeights
@@ -75,7 +75,7 @@ class Trainer:
             backend, cuda = config.backend, runtime.device.type == "cuda"
             replay = backend.cuda_graphs and cuda and config.trainer.grad_accumulation == 1
             if replay:
-                model.dense.token_multiple = token_multiple(config.model, backend.token_multiple)
+                fill_tokens(model.dense, config.model, backend.token_multiple)
             compile_regions(model.dense, replay=replay)
         self.replicas = Replicas(model.dense, config.distributed, runtime, compiled=config.backend.compile)
         model.dense = self.replicas.module

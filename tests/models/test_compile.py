@@ -65,6 +65,24 @@ def test_regions_know_the_width_of_every_event_type(monkeypatch):
     torch._dynamo.reset()
 
 
+def test_most_batches_are_filled_up_to_the_same_number_of_tokens():
+    from recsys_norm.models.config import EventConfig
+    from recsys_norm.training.compiling import fill_tokens
+
+    events = {"long": EventConfig(16, 2, 2, 3, 128, 256), "short": EventConfig(8, 1, 2, 2, 8, 16)}
+    config, schema = make_config(events=events, batch_size=64), make_schema()
+    dense = Kunlun(config, schema, backend="unfused").dense
+    fill_tokens(dense, config, None)
+    assert dense.token_multiple == 256  # 64 x 128 / 32
+    seen = {"long": set(), "short": set()}
+    for name, expected in (("long", 64 * 128), ("short", 64 * 8)):
+        for T in range(expected - 127, expected + 129):
+            seen[name].add(T + (dense.token_offsets[name] - T) % dense.token_multiple)
+    assert seen == {"long": {64 * 128 + 128}, "short": {64 * 8 + 128}}
+    fill_tokens(dense, config, 0)
+    assert dense.token_multiple is None and dense.token_offsets == {}
+
+
 def test_searches_are_in_whole_tensors():
     """For a part of a tensor, torch 2.11's inductor searches from the tensor's start on a GPU."""
     from torch.fx.experimental.proxy_tensor import make_fx

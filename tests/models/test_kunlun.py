@@ -209,7 +209,7 @@ def test_tokens_that_fill_up_change_nothing(backend, lengths):
     def results(multiple):
         torch.manual_seed(1)
         model = Kunlun(make_config(), schema, backend=backend)
-        model.dense.token_multiple = multiple
+        model.dense.token_multiple, model.dense.token_offsets = multiple, {"long": 5}
         logits = model(batch)
         logits.square().sum().backward()
         return [logits.detach(), *(p.grad for p in model.parameters())]
