@@ -68,7 +68,9 @@ def _merge(peers, outputs, inputs):
     (mean, square), ((buffer,), (heads,), (inverse,)) = outputs, inputs
     names = [[f"v{j}{i}" for i in range(4)] for j in range(peers)]
     lines = [f"{{ .reg .pred p<8>; .reg .b32 at; .reg .f32 d, e, {', '.join(n for four in names for n in four)};"]
-    lines.append(f"mov.u32 at, %tid.x; and.b32 at, at, 127; shr.u32 at, at, 2; shl.b32 at, at, 4; add.u32 at, at, {buffer};")
+    lines.append(
+        f"mov.u32 at, %tid.x; and.b32 at, at, 127; shr.u32 at, at, 2; shl.b32 at, at, 4; add.u32 at, at, {buffer};"
+    )
     for j, four in enumerate(names):
         lines.append(f"setp.gt.u32 p{j}, {heads}, {j};")
         lines += [f"mov.f32 {n}, 0f00000000;" for n in four]

@@ -161,15 +161,6 @@ def finish(o, mean, square, place, out_desc, hat_desc, out_ptr, hat_ptr, residua
     store_tile(out_desc, out_ptr, o.to(dtype), place, row, rows, pitch, column)
 
 
-@gluon.jit
-def fetch(ptr, row, queries, token, column):
-    """A block of q to L2, for the copy that can only start when its place is free."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    i = gl.arange(0, 2 * ROWS, L)
-    at = gl.minimum(row + i // 2, queries - 1).to(gl.int64) * token + (column + (i % 2) * (WIDTH // 2))
-    gl.inline_asm("prefetch.global.L2 [$0];", "l", [(ptr + at).to(gl.int64)], (), is_pure=False)
-
-
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
@@ -300,8 +291,6 @@ def attention_forward_kernel(
             load_tile(k_desc, k_s, k_full, k_first, column)
         next_rows = gl.maximum(gl.minimum(gl.minimum(sequence_end, end) - following, ROWS), 0)
         first = first_values(q_ptr, following, next_rows, q_token, first_place, pre)
-        if following + next_rows < end:
-            fetch(q_ptr, following + next_rows, queries, q_token, column)
 
         # The second product of this block.
         p = activate(s, scale, code, ACT, FAST)

@@ -171,11 +171,7 @@ def test_a26_a_thousand_launches_with_equal_bits(norm, K):
     def run():
         delta = torch.full_like(rstd, float("nan")) if given and wgrad.makes_row_dots(BF16) else None
         dots = None if delta is None else wgrad.RowDots(y, offset, delta)
-        grads = [
-            g
-            for g in wgrad.gradients(dy, x, weight, None, gamma, beta, mean is not None, rstd, 1e-5, dots)
-            if g is not None
-        ]
+        grads = [g for g in wgrad.gradients(dy, x, weight, None, gamma, beta, mean, rstd, 1e-5, dots) if g is not None]
         if given and delta is None:
             delta = dgrad.row_dots(dy, y, offset)
         both = [dgrad.dx(dy, folded, x, mean, rstd, delta, more) for more in (None, add)]
@@ -196,9 +192,7 @@ def test_row_dots_alone_and_with_the_parameters(dtype):
     found = [dgrad.row_dots(dy, y, offset)]
     if wgrad.makes_row_dots(dtype):
         found.append(torch.full_like(rstd, float("nan")))
-        wgrad.gradients(
-            dy, x, weight, None, gamma, beta, mean is not None, rstd, 1e-5, wgrad.RowDots(y, offset, found[1])
-        )
+        wgrad.gradients(dy, x, weight, None, gamma, beta, mean, rstd, 1e-5, wgrad.RowDots(y, offset, found[1]))
     truth = (dy.double() * (y.double() - offset[:520].double())).sum(1)
     for delta in found:
         assert relative_error(delta, truth) < 1e-5

@@ -116,6 +116,6 @@ def test_a_further_gradient_of_x_reaches_the_kernel_of_its_form(launches):
 def test_the_limit_of_constant_rows_follows_eps(eps, limit, launches):
     dy = torch.zeros(70, 32, dtype=torch.bfloat16)
     backward.backward("layer", eps, saved_for("layer"), dy, (False, True, False, False, False))
-    args = next(args for name, args in launches if name.startswith("dw_split_bf16"))
+    args = next(args for name, args in launches if name.startswith("dw_split_layer"))
     assert args["limit"] == pytest.approx(limit, rel=2e-6)
     assert args["x_ptr"].shape == (70, 64) and args["stride_x"] == 64
