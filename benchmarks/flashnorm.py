@@ -34,7 +34,8 @@ from recsys_norm.testing import check_close_to_reference, relative_error
 BYTES_PER_S, FLOPS_PER_S = 4.27e12, 790e12  # H200: device copy, best cuBLAS bf16
 KEYS, WIDTH, ACTIVATION = 128, 128, "gelu_tanh"
 BACKENDS = {
-    "flashnorm": dict(backend="fused", technique="flashnorm"),
+    "flashnorm": dict(backend="fused", technique="triton/flashnorm"),
+    "hopper": dict(backend="fused", technique="hopper/flashnorm"),
     "separate": dict(backend="fused", technique="separate"),
     "compiled": dict(backend="compiled"),
 }

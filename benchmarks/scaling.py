@@ -304,7 +304,9 @@ def main() -> None:
     parser.add_argument("--models", default="kunlun_base,kunlun_large")
     parser.add_argument("--backends", default="fused,compiled")
     parser.add_argument("--table-gb", type=float, default=22.0)
-    parser.add_argument("--warmup", type=int, default=2 * BATCHES + 2, help="steps; a batch is recorded the second time")
+    parser.add_argument(
+        "--warmup", type=int, default=2 * BATCHES + 2, help="steps; a batch is recorded the second time"
+    )
     parser.add_argument("--strong", action="store_true", help="time all ranks with the rows of one, too")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8, help="per block")

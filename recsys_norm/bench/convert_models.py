@@ -5,6 +5,7 @@ Shape legend: B rows of a batch, S tokens of a row, D width, H heads.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,8 +188,7 @@ KINDS = {
 
 
 def _timm(size: Size) -> nn.Module:
-    import timm
-
+    timm = importlib.import_module("timm")  # where it is installed: no dependency of the package
     sizes = dict(depth=size.layers, embed_dim=size.width, num_heads=size.heads)
     return timm.create_model("vit_base_patch16_224", **sizes)
 
