@@ -44,7 +44,7 @@ class AddInBackward(CustomGraphPass):
         for summand, other in ((first, second), (second, first)):
             dx = _gradient_of_x(summand)
             if dx is not None and not _depends(other, dx.args[0]):
-                dx.args[0].update_kwarg("add", _as_rows(graph, other, node))
+                dx.args[0].update_kwarg("add", _shaped_as(dx, graph, other, node))
                 node.replace_all_uses_with(summand)
                 graph.erase_node(node)
                 return True
@@ -78,13 +78,14 @@ def _gradient_of_x(node: Any) -> Any:
     return node if free else None
 
 
-def _as_rows(graph: fx.Graph, gradient: fx.Node, before: fx.Node) -> fx.Node:
-    value = gradient.meta["val"]
-    if value.dim() == 2:
+def _shaped_as(dx: fx.Node, graph: fx.Graph, gradient: fx.Node, before: fx.Node) -> fx.Node:
+    """The other gradient in the rows of dx, of which the sum saw a view."""
+    value, width = gradient.meta["val"], dx.meta["val"].shape[-1]
+    if value.dim() == 2 and value.shape[-1] == width:
         return gradient
     with graph.inserting_before(before):
-        rows = graph.call_function(torch.ops.aten.reshape.default, (gradient, [-1, value.shape[-1]]))
-    rows.meta["val"] = value.reshape(-1, value.shape[-1])
+        rows = graph.call_function(torch.ops.aten.reshape.default, (gradient, [-1, width]))
+    rows.meta["val"] = value.reshape(-1, width)
     return rows
 
 

@@ -20,9 +20,9 @@ def compile_regions(dense: nn.Module, *, replay: bool) -> None:
     """Put each region of a DenseArch behind torch.compile, in place. A region is one graph for every number of events.
 
     The number of rows is compiled in: pass batches of one size. With `replay`, regions are recorded as CUDA graphs, those
-    whose shapes depend on the number of tokens only if it is filled up (`DenseArch.token_multiple`): a step is about a
-    thousand kernel launches, and the host would need longer for them than the device. What such a region returns is valid
-    until the next step (`begin_step`); so are the gradients of its parameters.
+    whose shapes depend on the number of tokens only if it is filled up (`DenseArch.token_multiple`): a step of kunlun_base
+    is about 2,400 kernel launches, and the host would need longer for them than the device. What such a region returns is
+    valid until the next step (`begin_step`); so are the gradients of its parameters.
     """
     from recsys_norm.ops.graph_passes import compile_options
 

@@ -51,9 +51,8 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
                     raise
                 raise RunError(reason) from error
             finally:
-                processes.health.at(
-                    "cleaning up"
-                )  # or this rank, done waiting for another, might look like the hanging one
+                # Else this rank, done waiting for another, might look like the hanging one.
+                processes.health.at("cleaning up")
                 trainer.close()
                 del trainer
                 gc.collect()  # a sweep's next job finds the memory free

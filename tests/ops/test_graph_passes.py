@@ -62,6 +62,20 @@ def test_the_residuals_gradient_goes_into_the_op(shape):
     assert graphs.count(BACKWARD) == 1 and graphs.count(ADD) == 0
 
 
+@pytest.mark.parametrize("shape", [(6, 2, 4), (12, 4), (2, 24)])
+def test_a_residual_that_sees_x_in_another_shape(shape):
+    """The sum is then over a view of the op's gradient, whose last dimension is not the op's."""
+
+    def block(x, weight):
+        return branch(x.reshape(6, 8), weight).tanh().reshape(shape) + x
+
+    graphs, leaves = Graphs(), (leaf(*shape), leaf(8, 8, seed=1))
+    expected = gradients(block, *leaves)
+    for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
+        torch.testing.assert_close(got, want)
+    assert graphs.count(BACKWARD) == 1 and graphs.count(ADD) == 0
+
+
 def test_two_branches_and_a_residual():
     def block(x, first, second):
         return branch(x, first).tanh() + branch(x, second).sin() + x
