@@ -86,9 +86,8 @@ class Case:
                 self.candidates[COMPILED[name]] = torch.compile(copied(model), dynamic=False, options=options)
         with torch.no_grad():
             y = self.original(*self.inputs)
-        self.cotangent = 0.5 + torch.rand_like(
-            y
-        )  # of one sign, as sums over rows that cancel would show rounding alone
+        # Of one sign: sums over rows that cancel would show rounding alone.
+        self.cotangent = 0.5 + torch.rand_like(y)
         self.target = torch.randn_like(y, dtype=torch.float32)
 
     def step(self, name: str) -> Tensor:
