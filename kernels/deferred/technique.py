@@ -67,7 +67,7 @@ class Deferred(_LinearNormLinear):
         return (y,), (z, mean, rstd)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
-        return backward(problem, saved[:8], grads, needs, Lazy())  # without y: see the fallback
+        return backward(problem, saved, grads, needs, Lazy())
 
 
 def second_linear(problem: Problem) -> Problem:
@@ -78,17 +78,16 @@ def second_linear(problem: Problem) -> Problem:
 def backward(
     problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...], technique: Technique
 ) -> Tensors:
-    """The second linear's gradients, and dz, by a technique of norm_linear; then the first linear's. Rows between the
-    linears that no block holds whole need y for it; where y is not given, technique `separate` serves."""
+    """The second linear's gradients, and dz, by a technique of norm_linear; then the first linear's. Where no block holds a
+    whole row between the linears, that would need y, which is not saved: technique `separate` serves."""
     from recsys_norm.kernels.norm.launch import column_sum
     from recsys_norm.kernels.norm.technique import Separate, weight_gradient
 
-    x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd, *more = saved
-    bias2, y = more or (None, None)
-    if problem.N > WHOLE_ROW_FEATURES and y is None:
+    if problem.N > WHOLE_ROW_FEATURES:
         return Separate().backward(problem, saved, grads, needs)
+    x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved
     need_z = any(needs[:3])
-    second = (z, weight2, bias2, norm_weight, norm_bias, mean, rstd, y)
+    second = (z, weight2, None, norm_weight, norm_bias, mean, rstd, None)
     with on_device_of(x):
         wanted = (need_z, *needs[3:])
         dz, dw2, db2, dgamma, dbeta = technique.backward(second_linear(problem), second, grads, wanted)

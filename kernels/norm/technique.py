@@ -226,7 +226,7 @@ def _linear_norm_linear_forward(problem, x, weight1, bias1, weight2, bias2, norm
 def _linear_norm_linear_backward(problem, saved, grads, needs):
     from recsys_norm.kernels.norm.launch import column_sum, norm_backward, norm_forward
 
-    x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved[:8]
+    x, weight1, weight2, norm_weight, norm_bias, z, mean, rstd = saved
     (dy,) = grads
     need_x, need_w1, need_b1, need_w2, need_b2, need_norm_weight, need_norm_bias = needs
     activation = problem.activation or "identity"
