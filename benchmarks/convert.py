@@ -84,7 +84,7 @@ def answer(process: subprocess.Popen) -> str | None:
     return None
 
 
-def run(args: argparse.Namespace) -> list[dict[str, Any]]:
+def run(args: argparse.Namespace) -> None:
     from recsys_norm.bench.convert_models import KINDS, LIBRARY_KINDS
 
     there = [name for name in LIBRARY_KINDS if importlib.util.find_spec(name.split()[0])]
@@ -105,9 +105,20 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                 batch = json.loads(line)
                 found += batch
                 print(table(batch), flush=True)
+                write(found, args.json)
         if process.wait():
             print(f"{name}: no result, its process ended with {process.returncode}", flush=True)
-    return found
+
+
+def write(found: list[dict[str, Any]], path: str | None) -> None:
+    """What there is so far: a run that is cut keeps what it measured."""
+    if path is None:
+        return
+    from recsys_norm import env
+
+    about = env.record() | {"date": datetime.date.today().isoformat()}
+    with open(path, "w") as file:
+        json.dump({"env": about, "records": found}, file, indent=1)
 
 
 def table(found: list[dict[str, Any]]) -> str:
@@ -141,13 +152,7 @@ def main() -> None:
     if args.worker:
         worker(args.worker, args)
         return
-    found = run(args)
-    if args.json:
-        from recsys_norm import env
-
-        about = env.record() | {"date": datetime.date.today().isoformat()}
-        with open(args.json, "w") as file:
-            json.dump({"env": about, "records": found}, file, indent=1)
+    run(args)
 
 
 if __name__ == "__main__":
