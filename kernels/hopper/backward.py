@@ -45,7 +45,7 @@ def backward(
             delta = torch.empty_like(rstd)
             row_dots = wgrad.RowDots(y, offset, delta)
         dweight, dbias, dgamma, dbeta = wgrad.gradients(
-            dy, x, weight, bias, gamma, beta, mean, rstd, eps, row_dots, affine=need_gamma or need_beta
+            dy, x, weight, bias, gamma, beta, norm == "layer", rstd, eps, row_dots, affine=need_gamma or need_beta
         )
     elif need_bias or need_beta:
         from recsys_norm.kernels.norm.launch import column_sum

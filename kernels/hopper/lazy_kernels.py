@@ -313,6 +313,7 @@ def _arrive(outputs, inputs):
     (bar,), (wanted,) = inputs
     return f"""{{ .reg .pred p, q;
     setp.ne.b32 q, {wanted}, 0;
+    bar.warp.sync 0xffffffff;
     elect.sync _|p, 0xffffffff;
     and.pred p, p, q;
     @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""

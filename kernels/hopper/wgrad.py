@@ -81,7 +81,7 @@ def gradients(
     bias: Tensor | None,
     gamma: Tensor | None,
     beta: Tensor | None,
-    mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
+    layer: bool,
     rstd: Tensor,  # [M] fp32
     eps: float,  # in rstd
     row_dots: RowDots | None = None,
@@ -90,15 +90,15 @@ def gradients(
     """Of weight, bias, gamma and, for layer norm, beta; those of absent parameters are what they would be for gamma = 1,
     beta = 0."""
     dy, x = tma_ready(dy), tma_ready(x)
+    norm = "layer" if layer else "rms"
     (M, N), K = dy.shape, x.shape[1]
     p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
-    norm = "rms" if mean is None else "layer"
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
     y, offset, delta = row_dots or RowDots(dy, None, None)
     kernel = launch.get(f"dw_split_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
     limit = BELOW_ONE / math.sqrt(eps) if eps > 0 else math.inf
-    tensors = (dy, x, x, rstd, mean, partial, sums, dy, y, offset, delta, x)
+    tensors = (dy, x, x, rstd, partial, sums, dy, y, offset, delta, x)
     kernel(p.tiles * p.splits, *tensors, x.stride(0), limit, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
     if any(t is not None and t.dtype != weight.dtype for t in (bias, gamma, beta)):
         weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))

@@ -1,13 +1,14 @@
 """Gradients of norm_linear's parameters: a GEMM over the rows that scales them on the way in, and what finishes it.
 
     P = rstd * dy, rounded to the operand dtype;   raw = P^T x
-    dW' = raw_nk - raw_n0 - sum_m mean_m P_mn      (layer norm; the mean is relative to the row's first element)
+    dW' = raw, for layer norm minus the mean of each of its rows
     dweight = dW' * gamma + outer(s, beta);   dgamma_k = sum_n weight_nk dW'_nk;   dbeta = weight^T s;   dbias = s
     with s = sum_m dy_m
 
-raw_n0 is the sum of the first elements times P, so that raw_n0 + sum_m mean_m P_mn takes away the whole mean, and with
-it what a large mean costs the accumulators in rounding: that is nearly the same for all k. A row of equal values far
-from zero would cost more than that, by rstd = 1 / sqrt(eps), and has nothing to give: its P is 0.
+Layer norm wants P^T (x - mean). As sum_k (x_mk - mean_m) = 0, that is P^T x with every row's mean taken away, so the
+means of x are not needed here; and with a row's mean goes most of what a large mean of x costs the accumulators in
+rounding. A row of equal values far from zero would cost more than that, by rstd = 1 / sqrt(eps), and has nothing to
+give: its P is 0.
 
 P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
 ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
@@ -16,7 +17,7 @@ The sums over rows are shared out: of the CTAs that see the same dy, each takes 
 
 Partitions of a CTA, which owns one tile of dW' and a range of rows:
 
-    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd, in two parts, and mean
+    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd, in two parts
     consumers   two warpgroups, 64 columns of dy each; while one slot is multiplied the next one is scaled
     row_dots    with DELTA, 2 warps and a loader of their own: sum_n dy_mn (y_mn - b'_n) = sum_k(g * xhat) for the
                 gradient of x, a pass over dy and y that costs as much as a norm and here runs under the products
@@ -38,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dgrad_kernels import accumulator_layout, add_products, advance, widen
+from .dgrad_kernels import accumulator_layout, advance, widen
 from .variants import Tile, Variant
 
 COLUMNS = gl.constexpr(64)  # of dy, per consumer
@@ -95,15 +96,13 @@ def split_rstd(rstd, high_s, low_s, slot):
 
 @gluon.jit
 def loader(
-    dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s, high_s, low_s, mean_s, full,
-    free0, free1, M, n, k, first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
+    dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s, full, free0, free1,
+    M, n, k, first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     rows = first * STEP + gl.arange(0, STEP, lanes)
     rstd = gl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-    if LAYER:
-        mean = gl.load(mean_ptr + rows, mask=rows < M, other=0.0)
     slot = 0
     phase = 0
     for step in range(steps):
@@ -120,13 +119,9 @@ def loader(
         if LAYER:
             rstd = without_constant_rows(rstd, rows, x_ptr, stride_x, limit)
         split_rstd(rstd, high_s, low_s, slot)
-        if LAYER:
-            mean_s.index(slot).store(mean)
         mbarrier.arrive(bar)
         rows += STEP
         rstd = gl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
-        if LAYER:
-            mean = gl.load(mean_ptr + rows, mask=rows < M, other=0.0)
         slot, phase = advance(slot, phase, SLOTS)
 
 
@@ -145,22 +140,15 @@ def times_rstd(dy, high_s, low_s, slot, L: gl.constexpr):
 
 
 @gluon.jit
-def scaled(
-    a_s, high_s, low_s, mean_s, full, slot, phase, total, shift, sums,
-    W: gl.constexpr, P0: gl.constexpr, LAYER: gl.constexpr,
-):  # fmt: skip
-    """P^T of a slot, [n, m]; if `sums`, with the sums of dy and of mean * P."""
+def scaled(a_s, high_s, low_s, full, slot, phase, total, sums, W: gl.constexpr, P0: gl.constexpr):
+    """P^T of a slot, [n, m]; if `sums`, with the sum of dy."""
     A: gl.constexpr = operand_layout(P0)
-    L: gl.constexpr = gl.SliceLayout(0, A)
     mbarrier.wait(full.index(slot), phase)
     dy = a_s.index(2 * slot + W).permute((1, 0)).load(A)
-    p = times_rstd(dy, high_s, low_s, slot, L)
+    p = times_rstd(dy, high_s, low_s, slot, gl.SliceLayout(0, A))
     if sums:
         total = gl.inline_asm(sum_asm, ("=&f", "f", "f"), [total, widen(dy)], total.type)
-        if LAYER:
-            mean = gl.broadcast(mean_s.index(slot).load(L)[None, :], widen(p))[0]
-            shift = add_products(shift, widen(p), mean)
-    return p, total, shift
+    return p, total
 
 
 @gluon.jit
@@ -191,7 +179,7 @@ def store_part(acc, out_ptr, n, k, N, K):
 
 @gluon.jit
 def consumer(
-    a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free, partial_ptr, sums_ptr, n, k, N, K, steps, share, shares,
+    a_s, b0_s, b1_s, high_s, low_s, full, free, partial_ptr, sums_ptr, n, k, N, K, steps, share, shares,
     W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     acc0 = gl.zeros([COLUMNS, P0], gl.float32, accumulator_layout(1, 1, P0))
@@ -199,21 +187,16 @@ def consumer(
     if P1 > 0:
         acc1 = gl.zeros([COLUMNS, P1], gl.float32, accumulator_layout(1, 1, P1))
     total = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
-    shift = total
     slot = 0
     phase = 0
-    p, total, shift = scaled(
-        a_s, high_s, low_s, mean_s, full, slot, phase, total, shift, share == 0, W, P0, LAYER
-    )  # fmt: skip
     turn = 0
+    p, total = scaled(a_s, high_s, low_s, full, slot, phase, total, share == 0, W, P0)
     for step in range(steps - 1):
         acc0, acc1 = multiply(p, b0_s, b1_s, slot, acc0, acc1, step > 0, P1)
         current = slot
         slot, phase = advance(slot, phase, SLOTS)
         turn = gl.where(turn == shares - 1, 0, turn + 1)
-        following, total, shift = scaled(
-            a_s, high_s, low_s, mean_s, full, slot, phase, total, shift, turn == share, W, P0, LAYER
-        )  # fmt: skip
+        following, total = scaled(a_s, high_s, low_s, full, slot, phase, total, turn == share, W, P0)
         acc0, acc1 = finish_product(acc0, acc1, p, P1)
         fence_async_shared()
         mbarrier.arrive(free.index(current))
@@ -225,11 +208,14 @@ def consumer(
     store_part(acc0, partial_ptr, row, k, N, K)
     if P1 > 0:
         store_part(acc1, partial_ptr, row, k + P0, N, K)
-    R: gl.constexpr = gl.SliceLayout(1, lane_layout())
-    rows = row + gl.arange(0, COLUMNS, R)
-    gl.store(sums_ptr + rows, gl.sum(total, axis=1), mask=rows < N)
     if LAYER:
-        gl.store(sums_ptr + N + rows, gl.sum(shift, axis=1), mask=rows < N)
+        across = gl.sum(acc0, axis=1)
+        if P1 > 0:
+            across += gl.convert_layout(gl.sum(acc1, axis=1), across.type.layout, assert_trivial=True)
+        rows = row + gl.arange(0, COLUMNS, across.type.layout)
+        gl.store(sums_ptr + N + rows, across, mask=rows < N)
+    rows = row + gl.arange(0, COLUMNS, gl.SliceLayout(1, lane_layout()))
+    gl.store(sums_ptr + rows, gl.sum(total, axis=1), mask=rows < N)
 
 
 @gluon.jit
@@ -278,9 +264,8 @@ def dw_kernel(
     x0_desc,  # [M, K]; the columns of a tile come in parts of P0 and, with P1 > 0, P1
     x1_desc,
     rstd_ptr,  # [M] fp32
-    mean_ptr,  # [M] fp32; read for layer norm
     partial_ptr,  # [splits, N, K] fp32
-    sums_ptr,  # [splits * col_tiles, 2, N] fp32: sums of dy and, for layer norm, of mean * P
+    sums_ptr,  # [splits * col_tiles, 2, N] fp32: sums of dy and, for layer norm, of the rows of `partial`
     dots_dy_desc,  # dy again and what follows up to delta: with DELTA
     dots_y_desc,  # [M, N]
     offset_ptr,  # [N] fp32: b'
@@ -313,9 +298,6 @@ def dw_kernel(
     low_s = high_s
     if dtype == gl.bfloat16:
         low_s = gl.allocate_shared_memory(part, [SLOTS, STEP], plain)
-    mean_s = high_s
-    if LAYER:
-        mean_s = gl.allocate_shared_memory(gl.float32, [SLOTS, STEP], plain)
     full = mbarrier.allocate_mbarrier(batch=SLOTS)
     free0 = mbarrier.allocate_mbarrier(batch=SLOTS)
     free1 = mbarrier.allocate_mbarrier(batch=SLOTS)
@@ -341,14 +323,14 @@ def dw_kernel(
             mbarrier.init(taken.index(i), count=1)
         gl.warp_specialize(
             [
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free0, partial_ptr, sums_ptr, n, k, N, K,
-                            steps, share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free1, partial_ptr, sums_ptr, n, k, N, K,
-                            steps, share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
+                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, n, k, N, K, steps,
+                            share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
+                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, n, k, N, K, steps,
+                            share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, first, steps, tile, tiles)),
                 (dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, first, steps, tile, tiles)),
-                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s,
-                          high_s, low_s, mean_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s,
+                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
             ],
             [4, 2, 1, 1],
             [216, 72, 72, 72],
@@ -356,12 +338,12 @@ def dw_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free0, partial_ptr, sums_ptr, n, k, N, K,
-                            steps, share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, mean_s, full, free1, partial_ptr, sums_ptr, n, k, N, K,
-                            steps, share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
-                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, mean_ptr, a_s, b0_s, b1_s,
-                          high_s, low_s, mean_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, n, k, N, K, steps,
+                            share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
+                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, n, k, N, K, steps,
+                            share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
+                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s,
+                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
             ],
             [4, 1],
             [240, 24],
@@ -396,16 +378,12 @@ def finish_kernel(
     part = tl.arange(0, SPLITS)
     total = tl.zeros((BN, BK), tl.float32)
     dy_sum = tl.zeros((BN,), tl.float32)
-    shift = tl.zeros((BN,), tl.float32)
+    across = tl.zeros((BN,), tl.float32)
     for start in range(0, splits, SPLITS):
         s = start + part
         there = s < splits
         block = partial_ptr + s.to(tl.int64)[:, None, None] * N * K + at[None, :, :]
         total += tl.sum(tl.load(block, mask=there[:, None, None] & keep[None, :, :], other=0.0), 0)
-        if LAYER:
-            mask = there[:, None] & live[None, :]
-            firsts = partial_ptr + s.to(tl.int64)[:, None] * N * K + (rows * K)[None, :]
-            shift += tl.sum(tl.load(firsts, mask=mask, other=0.0), 0)
     share = tl.arange(0, SHARES)
     for start in range(0, shares, SHARES):
         s = start + share
@@ -413,9 +391,9 @@ def finish_kernel(
         mask = (s < shares)[:, None] & live[None, :]
         dy_sum += tl.sum(tl.load(sums, mask=mask, other=0.0), 0)
         if LAYER:
-            shift += tl.sum(tl.load(sums + N, mask=mask, other=0.0), 0)
+            across += tl.sum(tl.load(sums + N, mask=mask, other=0.0), 0)
     if LAYER:
-        total -= shift[:, None]
+        total -= (across / K)[:, None]
     weight = tl.load(weight_ptr + at, mask=keep, other=0.0).to(tl.float32)
     place = norm_ptr + tl.program_id(0) * (2 * K) + cols
     tl.store(place, tl.sum(tl.where(keep, weight * total, 0.0), 0), mask=inside)
@@ -467,18 +445,10 @@ def product_variants():
                     continue
                 args = {"dy_desc": Tile(dtype, (64, 64))}
                 args |= {"x0_desc": Tile(dtype, (64, p0)), "x1_desc": Tile(dtype, (64, p1 or p0))}
-                args |= {"rstd_ptr": "*fp32:16", "mean_ptr": "*fp32:16"}
-                args |= {"partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16"}
+                args |= {"rstd_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16"}
                 args |= {"dots_dy_desc": Tile(dtype, (32, 64)), "dots_y_desc": Tile(dtype, (32, 64))}
-                args |= {"offset_ptr": "*fp32:16", "delta_ptr": "*fp32:16"}
-                args |= {
-                    "x_ptr": f"*{dtype}",
-                    "stride_x": "i64",
-                    "limit": "fp32",
-                    "M": "i32",
-                    "N": "i32:8",
-                    "K": "i32:8",
-                }
+                args |= {"offset_ptr": "*fp32:16", "delta_ptr": "*fp32:16", "x_ptr": f"*{dtype}", "stride_x": "i64"}
+                args |= {"limit": "fp32", "M": "i32", "N": "i32:8", "K": "i32:8"}
                 args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32", "steps_per_split": "i32"}
                 args |= {"P0": p0, "P1": p1, "SLOTS": slots, "LAYER": norm == "layer", "DELTA": delta}
                 yield Variant(f"dw_split_{norm}_{dtype}_{form}", dw_kernel, args, maxnreg=168)
