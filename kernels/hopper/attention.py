@@ -134,8 +134,8 @@ def attend(
     flat = [t.view(T, heads * WIDTH) for t in (out, hat if keep else out)]
     kernel(
         grid,
-        *(rows, keys, values, *flat, rows, other, out, hat, _words(q_offsets), _words(k_offsets), *parameters),
-        *(q_mean, q_rstd, o_mean, o_rstd, rows.stride(0), other.stride(0)),
+        *(rows, keys, values, *flat, other, out, hat, _words(q_offsets), _words(k_offsets), *parameters),
+        *(q_mean, q_rstd, o_mean, o_rstd, other.stride(0)),
         *(q_offsets.element_size() // 4, k_offsets.element_size() // 4, batch, T, heads),
         *(min(spec.max_k_len, MAX_KEYS), spec.scale, problem.eps),
         *(KINDS[pre_norm], KINDS[spec.post_norm], int(per_head), int(spec.inner_residual), kind, narrow),

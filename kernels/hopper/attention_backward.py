@@ -111,7 +111,7 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
         result[10] = _column_sum(grads[0], q_offsets)
     for i in (5, 6, 9, 10):
         if result[i] is not None:
-            result[i] = result[i].to(problem.param_dtype)
+            result[i] = result[i].to(problem.param_dtype, copy=True)  # an op may not return views of one tensor
     return tuple(g if need else None for g, need in zip(result, needs))
 
 

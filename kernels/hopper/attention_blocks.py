@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .attention_exchange import ROWS, row_layout, tile_layout
+from .attention_exchange import ROWS, own_address, row_layout, tile_layout
 
 WIDTH = gl.constexpr(128)  # of a head
 KEYS = gl.constexpr(128)  # most keys of a sequence
@@ -141,14 +141,24 @@ def load_other(ptr, row, rows, pitch, column):
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def _first(narrow):
+    """Column 0 of rows lane / 4 and lane / 4 + 8 of a warp's 16; 16-byte pieces are swizzled by the row."""
+    widen = "mov.b32 {out}, {{zero, h}};" if narrow == "bf16" else "cvt.f32.f16 {out}, h;"
+    first, second = (widen.format(out=out) for out in ("$0", "$1"))
+    return f"""{{ .reg .b32 t, r, at; .reg .b16 h, zero; mov.b16 zero, 0;
+    mov.u32 t, %tid.x; and.b32 r, t, 28; shr.u32 at, r, 2; and.b32 t, t, 96; shr.u32 t, t, 1; add.u32 t, t, at;
+    shl.b32 t, t, 7; shl.b32 at, at, 4; add.u32 at, at, t; add.u32 at, at, $2;
+    ld.shared.b16 h, [at]; {first}
+    ld.shared.b16 h, [at + 1024]; {second} }}"""
+
+
 @gluon.jit
-def first_values(ptr, row, rows, pitch, column, kind):
-    """What the means of a layer norm are relative to."""
-    first = gl.zeros([ROWS], gl.float32, row_layout())
-    if kind == LAYER:
-        i = gl.arange(0, ROWS, row_layout())
-        first = gl.load(ptr + (row + i).to(gl.int64) * pitch + column, mask=i < rows, other=0.0).to(gl.float32)
-    return first
+def first_values(place):
+    """The first value of each row of a tile in shared memory, of this head."""
+    kind: gl.constexpr = gl.distributed_type(gl.float32, [ROWS], row_layout())
+    asm: gl.constexpr = _first("bf16" if place.dtype == gl.bfloat16 else "fp16")
+    return gl.inline_asm(asm, "=f,=f,r,~{memory}", [own_address(place)], kind, is_pure=False)
 
 
 @gluon.jit

@@ -122,13 +122,13 @@ def first_column(x):
 
 
 @gluon.jit
-def q_norm(place, mean, square, first, mean_ptr, rstd_ptr, vectors, row, rows, step, stores, inverse, eps, kind):
+def q_norm(place, mean, square, mean_ptr, rstd_ptr, vectors, row, rows, step, stores, inverse, eps, kind):
     """A block of q after its norm, whose statistics are stored if `stores`."""
     qn = place.load(tile_layout())
     if kind != NONE:
         rstd = gl.rsqrt(square * inverse + eps)
         if stores:
-            store_statistics(mean_ptr, rstd_ptr, mean, rstd, first, row, rows, step, kind)
+            store_statistics(mean_ptr, rstd_ptr, mean, rstd, first_values(place), row, rows, step, kind)
         x = standardise(widen(qn), mean, rstd)
         qn = scale_columns(x, vectors.index(0), vectors.index(1)).to(qn.dtype)
     return qn
@@ -171,7 +171,6 @@ def attention_forward_kernel(
     v_desc,
     out_desc,  # [T, H * 128] contiguous
     hat_desc,  # likewise, the post-norm's standardised output, or anything
-    q_ptr,
     residual_ptr,  # [T, H * 128] of row stride r_token, read if residual == OTHER
     out_ptr,
     hat_ptr,  # null: not written
@@ -185,7 +184,6 @@ def attention_forward_kernel(
     q_rstd_ptr,
     o_mean_ptr,  # [T] fp32
     o_rstd_ptr,
-    q_token,  # row stride of q
     r_token,
     q_stride,
     k_stride,
@@ -263,7 +261,6 @@ def attention_forward_kernel(
         rows = gl.minimum(gl.minimum(sequence_end, end) - row, ROWS)
         if row + rows < end:
             load_tile(q_desc, q_s.index(1), q_full.index(1), row + rows, column)
-        first = first_values(q_ptr, row, rows, q_token, first_place, pre)
         mbarrier.wait(q_full.index(0), 0)
         mean, square = q_moments(q_s.index(0), pre)
         if talk:
@@ -273,7 +270,7 @@ def attention_forward_kernel(
                 mean = all_mean
                 square = all_square
             meet_cluster()  # all have read their messages, whose places the next ones take
-        qn = q_norm(q_s.index(0), mean, square, first, q_mean_ptr, q_rstd_ptr, vectors, row, rows, q_step, q_stores,
+        qn = q_norm(q_s.index(0), mean, square, q_mean_ptr, q_rstd_ptr, vectors, row, rows, q_step, q_stores,
                     q_inverse, eps, pre)  # fmt: skip
         mbarrier.wait(k_full, 0)
         s = warpgroup_mma(gl.convert_layout(qn, operand_layout()), k_s.permute((1, 0)), zeros, use_acc=False)
@@ -290,7 +287,6 @@ def attention_forward_kernel(
             gl.barrier()
             load_tile(k_desc, k_s, k_full, k_first, column)
         next_rows = gl.maximum(gl.minimum(gl.minimum(sequence_end, end) - following, ROWS), 0)
-        first = first_values(q_ptr, following, next_rows, q_token, first_place, pre)
 
         # The second product of this block.
         p = activate(s, scale, code, ACT, FAST)
@@ -325,7 +321,7 @@ def attention_forward_kernel(
                 mean = all_mean
                 square = all_square
             send(messages.index(1), arrived.index(1), rank, heads, o_mean, o_square)
-        qn = q_norm(q_s.index(slot ^ 1), mean, square, first, q_mean_ptr, q_rstd_ptr, vectors, following, next_rows,
+        qn = q_norm(q_s.index(slot ^ 1), mean, square, q_mean_ptr, q_rstd_ptr, vectors, following, next_rows,
                     q_step, q_stores, q_inverse, eps, pre)  # fmt: skip
         if talk:
             o_mean, o_square = collect(messages.index(1), arrived.index(1), count & 1, heads, PEERS)
@@ -360,10 +356,10 @@ def variants():
     pointers = ("q_weight", "q_bias", "o_weight", "o_bias", "q_mean", "q_rstd", "o_mean", "o_rstd")
     for dtype in ("bf16", "fp16"):
         args = {f"{n}_desc": Tile(dtype, (128 if n in "kv" else 64, 128)) for n in ("q", "k", "v", "out", "hat")}
-        args |= {f"{n}_ptr": f"*{dtype}:16" for n in ("q", "residual", "out", "hat")}
+        args |= {f"{n}_ptr": f"*{dtype}:16" for n in ("residual", "out", "hat")}
         args |= {f"{n}_offsets_ptr": "*i32" for n in ("q", "k")}
         args |= {f"{n}_ptr": "*fp32" for n in pointers}
-        args |= {"q_token": "i64:8", "r_token": "i64:8", "q_stride": "i32", "k_stride": "i32"}
+        args |= {"r_token": "i64:8", "q_stride": "i32", "k_stride": "i32"}
         args |= {n: "i32" for n in ("batch", "queries", "heads", "max_keys")}
         args |= {"scale": "fp32", "eps": "fp32"}
         args |= {n: "i32" for n in ("pre", "post", "per_head", "inner", "residual", "narrow", "codes")}

@@ -3,6 +3,8 @@ kernels' modules). Beyond 512 in-features the second needs a dot product of each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,15 +25,22 @@ def why_not(dtype: torch.dtype, K: int, N: int) -> str | None:
 
 
 def backward(
-    norm: str, eps: float, saved: Tensors, dy: Tensor, needs: tuple[bool, ...], add: Tensor | None = None
+    norm: str,
+    eps: float,
+    saved: Tensors,
+    dy: Tensor | Sequence[Tensor],
+    needs: tuple[bool, ...],
+    add: Tensor | None = None,
 ) -> Tensors:
     """Gradients of norm_linear in the order of its inputs, that of x plus `add`; no kernel runs for one that is not
-    needed."""
+    needed. dy may come in pieces that stand side by side."""
     x, weight, bias, gamma, beta, mean, rstd, y = saved
     need_x, need_weight, need_bias, need_gamma, need_beta = needs
     dx = dweight = dbias = dgamma = dbeta = delta = None
     if not any(needs):
         return dx, dweight, dbias, dgamma, dbeta
+    if not isinstance(dy, Tensor) and not (dgrad.fits_in_pieces(dy, x.shape[1]) and (need_weight or need_gamma)):
+        dy = torch.cat(tuple(dy), 1)
     if need_x:
         folded, offset = fold(weight, bias, gamma, beta, x.dtype, centre=norm == "layer")
     given = need_x and x.shape[1] > dgrad.WHOLE_ROW_FORMS[-1]

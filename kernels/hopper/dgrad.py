@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -13,12 +15,28 @@ STEP = 64
 DOT_ROWS = 8
 WHOLE_ROW_FORMS = (128, 256, 384, 512)  # longest rows of g that the accumulators of one or two CTAs hold
 TILED_COLUMNS = 256
+MAX_PIECES = 3
+ALL_COLUMNS = 1 << 30
 
 
 def tma_ready(t: Tensor) -> Tensor:
     """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
     fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
     return aligned(t) if fits else aligned(t.contiguous())
+
+
+def fits_in_pieces(dy: Sequence[Tensor], K: int) -> bool:
+    """Whether the kernels read this dy, of matrices side by side, where it lies; else it has to be put together."""
+    widths = {t.shape[1] for t in dy}
+    return len(dy) <= MAX_PIECES and len(widths) == 1 and not widths.pop() % STEP and K <= WHOLE_ROW_FORMS[-1]
+
+
+def pieces(dy: Tensor | Sequence[Tensor]) -> tuple[list[Tensor], int, int]:
+    """What the kernels take for dy: three matrices, the columns of each, and those of all."""
+    given = [tma_ready(t) for t in ([dy] if isinstance(dy, Tensor) else dy)]
+    width = given[0].shape[1]
+    spare = given[:1] * (MAX_PIECES - len(given))  # not read
+    return given + spare, width if len(given) > 1 else ALL_COLUMNS, width * len(given)
 
 
 def form_of(K: int, whole: bool) -> str:
@@ -32,7 +50,7 @@ def form_of(K: int, whole: bool) -> str:
 
 
 def dx(
-    dy: Tensor,  # [M, N], bf16 or fp16
+    dy: Tensor | Sequence[Tensor],  # [M, N], bf16 or fp16; also as pieces side by side (`fits_in_pieces`)
     folded: Tensor,  # [N, K] contiguous: W' in dy's dtype, with centred rows for layer norm
     x: Tensor,  # [M, K]
     mean: Tensor | None,  # [M] fp32, relative to the row's first element; None for RMSNorm
@@ -41,9 +59,10 @@ def dx(
     add: Tensor | None = None,  # [M, K]
 ) -> Tensor:
     """dx = rstd * (g - xhat * mean_k(g * xhat)) + add with g = dy W', rounded once."""
-    dy, x = tma_ready(dy), tma_ready(x)
+    given, piece, N = pieces(dy)
+    x = tma_ready(x)
     add = None if add is None else tma_ready(add)
-    (M, N), K = dy.shape, x.shape[1]
+    M, K = x.shape
     out = x.new_empty(M, K)
     form = form_of(K, delta is None)
     norm, extra = "rms" if mean is None else "layer", "" if add is None else "_add"
@@ -53,8 +72,8 @@ def dx(
     row_tiles = -(-M // (TILE_ROWS * (size if form == "any" else 1)))
     tiles = row_tiles * col_tiles
     grid = size * min(tiles, launch.multiprocessors(x.device) // size)
-    tensors = (dy, folded, folded, x, x, out, out if add is None else add, x, mean, rstd, delta)
-    kernel(grid, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, -(-N // STEP))
+    tensors = (folded, folded, x, x, out, out if add is None else add, x, mean, rstd, delta)
+    kernel(grid, *given, piece, *tensors, x.stride(0), M, 1.0 / K, tiles, col_tiles, -(-N // STEP))
     return out
 
 

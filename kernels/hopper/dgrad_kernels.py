@@ -232,10 +232,25 @@ def release(free, both, slot, MC: gl.constexpr):
 
 
 @gluon.jit
+def load_dy(dy0_desc, dy1_desc, dy2_desc, piece, row, n, bar, buffer, PIECES: gl.constexpr):
+    """A tile of dy, which with PIECES may lie in memory as up to three matrices of `piece` columns each."""
+    if PIECES:
+        if n < piece:
+            tma.async_load(dy0_desc, [row, n], bar, buffer)
+        else:
+            if n < 2 * piece:
+                tma.async_load(dy1_desc, [row, n - piece], bar, buffer)
+            else:
+                tma.async_load(dy2_desc, [row, n - 2 * piece], bar, buffer)
+    else:
+        tma.async_load(dy0_desc, [row, n], bar, buffer)
+
+
+@gluon.jit
 def loader(
-    dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s, full, free0, free1, both, tiles, col_tiles,
-    steps, NC: gl.constexpr, MC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
-    ADD: gl.constexpr,
+    dy0_desc, dy1_desc, dy2_desc, piece, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s, full, free0,
+    free1, both, tiles, col_tiles, steps, NC: gl.constexpr, MC: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr,
+    SLOTS: gl.constexpr, PIECES: gl.constexpr, ADD: gl.constexpr,
 ):  # fmt: skip
     width: gl.constexpr = NC * P0
     x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)  # as of a step's W'
@@ -247,13 +262,14 @@ def loader(
         for step in range(steps):
             await_free(free0, free1, both, slot, phase, MC)
             bar = full.index(slot)
-            mbarrier.expect(bar, x_bytes + 2 * dy_desc.nbytes_per_cta)
-            tma.async_load(dy_desc, [row, step * STEP], bar, a_s.index(2 * slot))
+            mbarrier.expect(bar, x_bytes + 2 * dy0_desc.nbytes_per_cta)
+            load_dy(dy0_desc, dy1_desc, dy2_desc, piece, row, step * STEP, bar, a_s.index(2 * slot), PIECES)
             if MC > 1:
                 tma.async_load(w0_desc, [step * STEP, col], bar, b0_s.index(slot), multicast=True)
             else:
                 load(w0_desc, w1_desc, step * STEP, col, width, bar, b0_s.index(slot), b1_s.index(slot), P1)
-            tma.async_load(dy_desc, [row + MC * ROWS, step * STEP], bar, a_s.index(2 * slot + 1))
+            below = row + MC * ROWS
+            load_dy(dy0_desc, dy1_desc, dy2_desc, piece, below, step * STEP, bar, a_s.index(2 * slot + 1), PIECES)
             slot, phase = advance(slot, phase, SLOTS)
         for part in gl.static_range(2):
             await_free(free0, free1, both, slot, phase, MC)
@@ -427,7 +443,10 @@ def consumer(
 
 @gluon.jit
 def dx_kernel(
-    dy_desc,  # [M, N]
+    dy0_desc,  # [M, N]; with WHOLE it may be the first `piece` columns of dy
+    dy1_desc,  # and these the next
+    dy2_desc,
+    piece,
     w0_desc,  # W' [N, K]; a CTA's columns come in parts of P0 and, with P1 > 0, P1
     w1_desc,
     x0_desc,  # [M, K]
@@ -454,8 +473,8 @@ def dx_kernel(
     WHOLE: gl.constexpr,
     ADD: gl.constexpr,
 ):
-    dtype: gl.constexpr = dy_desc.dtype
-    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS * MC, STEP], dy_desc.layout)
+    dtype: gl.constexpr = dy0_desc.dtype
+    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, ROWS * MC, STEP], dy0_desc.layout)
     b0_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, NC * P0], w0_desc.layout)
     b1_s = b0_s
     if P1 > 0:
@@ -491,8 +510,8 @@ def dx_kernel(
             (consumer, (a_s, b0_s, b1_s, c_s, full, free1, free0, both, x0_desc, messages, arrived, dx_desc, x_ptr,
                         mean_ptr, rstd_ptr, delta_ptr, stride_x, M, inverse_k, tiles, col_tiles, steps, NC, MC,
                         gl.constexpr(1), P0, P1, SLOTS, SKEW, LAYER, WHOLE, ADD)),
-            (loader, (dy_desc, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s, full, free0, free1, both,
-                      tiles, col_tiles, steps, NC, MC, P0, P1, SLOTS, ADD)),
+            (loader, (dy0_desc, dy1_desc, dy2_desc, piece, w0_desc, w1_desc, x0_desc, x1_desc, add_desc, a_s, b0_s, b1_s,
+                      full, free0, free1, both, tiles, col_tiles, steps, NC, MC, P0, P1, SLOTS, WHOLE, ADD)),
         ],
         [4, 1],
         [240, 24],
@@ -546,7 +565,7 @@ def layouts(nc, mc):
 def variant(dtype, norm, form, add):
     nc, mc, p0, p1, slots, skew = FORMS[form]
     dy, w, rows = layouts(nc, mc)
-    args = {"dy_desc": Tile(dtype, (64 * mc, 64), dy)}
+    args = {f"dy{i}_desc": Tile(dtype, (64 * mc, 64), dy) for i in range(3)} | {"piece": "i32"}
     args |= {f"w{i}_desc": Tile(dtype, (64, nc * (p or p0)), w) for i, p in enumerate((p0, p1))}
     args |= {f"x{i}_desc": Tile(dtype, (64 * mc, nc * (p or p0)), rows) for i, p in enumerate((p0, p1))}
     args |= {name: Tile(dtype, (64 * mc, nc * 64), rows) for name in ("dx_desc", "add_desc")}

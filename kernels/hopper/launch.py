@@ -236,6 +236,7 @@ class Kernel:
             raise RuntimeError(f"launch of {self.name} with grid {grid} failed: {_error_name(status)}")
 
     def _prepare(self, device: int, grid: Any, args: tuple, flags: tuple[bool, bool]) -> _Launch:
+        _ensure_context(device)  # tensor maps need one, also on a thread on which torch has not run yet
         memory = ctypes.create_string_buffer(self._bytes + 64)
         base = -(-ctypes.addressof(memory) // 64) * 64
         values: list[int | float] = []

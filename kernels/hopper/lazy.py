@@ -38,6 +38,7 @@ class Lazy:
     name = "lazy"
     provider = "hopper"
     adds_gradient = True
+    takes_pieces = True
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op != "norm_linear":

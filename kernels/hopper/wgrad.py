@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from recsys_norm.kernels.hopper import launch
-from recsys_norm.kernels.hopper.dgrad import tma_ready
+from recsys_norm.kernels.hopper.dgrad import pieces, tma_ready
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned
 
 STEP = 64
@@ -75,7 +76,7 @@ class Gradients(NamedTuple):
 
 
 def gradients(
-    dy: Tensor,  # [M, N], bf16 or fp16
+    dy: Tensor | Sequence[Tensor],  # [M, N], bf16 or fp16; without row_dots also in pieces, see dgrad.fits_in_pieces
     x: Tensor,  # [M, K]
     weight: Tensor,  # [N, K]
     bias: Tensor | None,
@@ -89,17 +90,19 @@ def gradients(
 ) -> Gradients:
     """Of weight, bias, gamma and, for layer norm, beta; those of absent parameters are what they would be for gamma = 1,
     beta = 0."""
-    dy, x = tma_ready(dy), tma_ready(x)
+    given, piece, N = pieces(dy)
+    x = tma_ready(x)
     norm = "layer" if layer else "rms"
-    (M, N), K = dy.shape, x.shape[1]
+    M, K = x.shape
     p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
-    y, offset, delta = row_dots or RowDots(dy, None, None)
+    y, offset, delta = row_dots or RowDots(given[0], None, None)
     kernel = launch.get(f"dw_split_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
     limit = BELOW_ONE / math.sqrt(eps) if eps > 0 else math.inf
-    tensors = (dy, x, x, rstd, partial, sums, dy, y, offset, delta, x)
-    kernel(p.tiles * p.splits, *tensors, x.stride(0), limit, M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
+    tensors = (x, x, rstd, partial, sums, given[0], y, offset, delta, x)
+    sizes = (M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
+    kernel(p.tiles * p.splits, *given, piece, *tensors, x.stride(0), limit, *sizes)
     if any(t is not None and t.dtype != weight.dtype for t in (bias, gamma, beta)):
         weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))
     return _finish(partial, sums, weight, gamma, beta, norm, affine)

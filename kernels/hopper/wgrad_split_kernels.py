@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .dgrad_kernels import accumulator_layout, advance, widen
+from .dgrad_kernels import accumulator_layout, advance, load_dy, widen
 from .variants import Tile, Variant
 
 COLUMNS = gl.constexpr(64)  # of dy, per consumer
@@ -96,8 +96,9 @@ def split_rstd(rstd, high_s, low_s, slot):
 
 @gluon.jit
 def loader(
-    dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s, full, free0, free1,
-    M, n, k, first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
+    dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s,
+    low_s, full, free0, free1, M, n, k, first, steps, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    LAYER: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     x_bytes: gl.constexpr = x0_desc.nbytes_per_cta + (x1_desc.nbytes_per_cta if P1 > 0 else 0)
     lanes: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
@@ -110,9 +111,9 @@ def loader(
         mbarrier.wait(free0.index(slot), phase ^ 1)
         mbarrier.wait(free1.index(slot), phase ^ 1)
         bar = full.index(slot)
-        mbarrier.expect(bar, 2 * dy_desc.nbytes_per_cta + x_bytes)
-        tma.async_load(dy_desc, [m, n], bar, a_s.index(2 * slot))
-        tma.async_load(dy_desc, [m, n + COLUMNS], bar, a_s.index(2 * slot + 1))
+        mbarrier.expect(bar, 2 * dy0_desc.nbytes_per_cta + x_bytes)
+        load_dy(dy0_desc, dy1_desc, dy2_desc, piece, m, n, bar, a_s.index(2 * slot), PIECES)
+        load_dy(dy0_desc, dy1_desc, dy2_desc, piece, m, n + COLUMNS, bar, a_s.index(2 * slot + 1), PIECES)
         tma.async_load(x0_desc, [m, k], bar, b0_s.index(slot))
         if P1 > 0:
             tma.async_load(x1_desc, [m, k + P0], bar, b1_s.index(slot))
@@ -260,7 +261,10 @@ def row_dots(offset_ptr, delta_ptr, dots_s, ready, taken, M, N, first, steps, ti
 
 @gluon.jit
 def dw_kernel(
-    dy_desc,  # [M, N]
+    dy0_desc,  # [M, N]; without DELTA it may be the first `piece` columns of dy
+    dy1_desc,  # and these the next
+    dy2_desc,
+    piece,
     x0_desc,  # [M, K]; the columns of a tile come in parts of P0 and, with P1 > 0, P1
     x1_desc,
     rstd_ptr,  # [M] fp32
@@ -286,9 +290,9 @@ def dw_kernel(
     LAYER: gl.constexpr,
     DELTA: gl.constexpr,
 ):
-    dtype: gl.constexpr = dy_desc.dtype
+    dtype: gl.constexpr = dy0_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, STEP, COLUMNS], dy_desc.layout)
+    a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, STEP, COLUMNS], dy0_desc.layout)
     b0_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, P0], x0_desc.layout)
     b1_s = b0_s
     if P1 > 0:
@@ -329,8 +333,9 @@ def dw_kernel(
                             share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, first, steps, tile, tiles)),
                 (dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, first, steps, tile, tiles)),
-                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s,
-                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
+                          b0_s, b1_s, high_s, low_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER,
+                          not DELTA)),
             ],
             [4, 2, 1, 1],
             [216, 72, 72, 72],
@@ -342,8 +347,9 @@ def dw_kernel(
                             share, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, n, k, N, K, steps,
                             share, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
-                (loader, (dy_desc, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s, low_s,
-                          full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER)),
+                (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
+                          b0_s, b1_s, high_s, low_s, full, free0, free1, M, n, k, first, steps, P0, P1, SLOTS, LAYER,
+                          not DELTA)),
             ],
             [4, 1],
             [240, 24],
@@ -443,7 +449,7 @@ def product_variants():
             for form, (p0, p1, slots, delta) in FORMS.items():
                 if delta and dtype == "fp16":  # its fp32 copies of dy would spill
                     continue
-                args = {"dy_desc": Tile(dtype, (64, 64))}
+                args = {f"dy{i}_desc": Tile(dtype, (64, 64)) for i in range(3)} | {"piece": "i32"}
                 args |= {"x0_desc": Tile(dtype, (64, p0)), "x1_desc": Tile(dtype, (64, p1 or p0))}
                 args |= {"rstd_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16"}
                 args |= {"dots_dy_desc": Tile(dtype, (32, 64)), "dots_y_desc": Tile(dtype, (32, 64))}

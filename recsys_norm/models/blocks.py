@@ -186,9 +186,7 @@ class WukongExpert(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x_BnD: Tensor) -> Tensor:
-        both = mix(torch.cat([self.p, self.lcb]), x_BnD)  # one product, so one gradient of X less to add
-        projected, lcb = both.split([len(self.p), len(self.lcb)], 1)
-        interactions = torch.bmm(x_BnD, projected.mT)
+        interactions = torch.bmm(x_BnD, mix(self.p, x_BnD).mT)
         fmb = self.fmb_out(self.dropout(F.gelu(self.fmb_in(interactions.flatten(1)))))
-        tokens = torch.cat([fmb.unflatten(1, (-1, x_BnD.shape[2])), lcb], 1)
+        tokens = torch.cat([fmb.unflatten(1, (-1, x_BnD.shape[2])), mix(self.lcb, x_BnD)], 1)
         return self.out(x_BnD, residual=tokens)

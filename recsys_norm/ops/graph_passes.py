@@ -3,11 +3,15 @@
 Where x feeds both a norm_linear and a residual, autograd sums two gradients of x. inductor sees the backward of the op as
 a black box and adds in a kernel of its own: three passes over x, which it would not need around a norm of its own. The
 pass hands the other gradient to the op, which adds it in its last kernel.
+
+Where a norm_linear makes q, k and v at once, autograd stacks their three gradients into that of its result, a pass over
+all of them. The pass hands them to the op as they are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from pathlib import Path
 from typing import Any
@@ -16,18 +20,25 @@ import torch
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from recsys_norm.ops import norm_linear  # noqa: F401  (registers the op)
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+_STACKS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
+_BACKWARD = torch.ops.recsys_norm.norm_linear_backward.default
+_PIECES = (None, "second", "third")
 
 
-class AddInBackward(CustomGraphPass):
-    """`add(norm_linear_backward(..)[0], g)` becomes `norm_linear_backward(.., add=g)[0]`."""
+class NormLinearBackward(CustomGraphPass):
+    """`add(norm_linear_backward(..)[0], g)` becomes `norm_linear_backward(.., add=g)[0]`, and
+    `norm_linear_backward(stack([a, b, c], 1), ..)` becomes `norm_linear_backward(a, .., second=b, third=c)`."""
 
     def __call__(self, graph: fx.Graph) -> None:
         changed = False
         for node in list(graph.nodes):
+            if node.op == "call_function" and node.target is _BACKWARD:
+                changed |= _unstack(graph, node)
             if node.op == "call_function" and node.target is torch.ops.aten.add.Tensor and _plain_sum(node):
                 changed |= self._move(graph, node)
         if changed:
@@ -53,7 +64,31 @@ class AddInBackward(CustomGraphPass):
 
 def compile_options() -> dict[str, Any]:
     """`options=` of torch.compile for modules that use the ops of this package."""
-    return {"post_grad_custom_post_pass": AddInBackward()}
+    return {"post_grad_custom_post_pass": NormLinearBackward()}
+
+
+def _unstack(graph: fx.Graph, op: Any) -> bool:
+    """Give the op the pieces of dy if a stack or cat that nothing else reads put them together, row by row."""
+    dy = stacked = op.args[0]
+    while stacked.target in _VIEWS and len(stacked.users) == 1:
+        stacked = stacked.args[0]
+    if stacked.target not in _STACKS or len(stacked.users) != 1 or op.kwargs.get("second") is not None:
+        return False
+    pieces, dim = stacked.args[0], stacked.args[1] if len(stacked.args) > 1 else 0
+    values = [piece.meta.get("val") for piece in (*pieces, stacked, dy)]
+    if not 2 <= len(pieces) <= len(_PIECES) or not all(isinstance(value, torch.Tensor) for value in values):
+        return False
+    *given, whole, rows = values
+    before = math.prod(whole.shape[: dim % whole.dim()])
+    width = rows.shape[1] // len(pieces)
+    if any(value.shape != given[0].shape for value in given) or not statically_known_true(before == rows.shape[0]):
+        return False
+    for place, piece, value in zip(_PIECES, pieces, given):
+        with graph.inserting_before(op):
+            node = graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, width]))
+        node.meta["val"] = value.reshape(-1, width)
+        op.update_kwarg(place, node) if place else op.update_arg(0, node)
+    return True
 
 
 def _plain_sum(node: Any) -> bool:
@@ -74,7 +109,7 @@ def _gradient_of_x(node: Any) -> Any:
     if node.target is not operator.getitem or node.args[1] != 0 or len(node.users) != 1:
         return None
     op = node.args[0]
-    free = op.target is torch.ops.recsys_norm.norm_linear_backward.default and op.kwargs.get("add") is None
+    free = op.target is _BACKWARD and op.kwargs.get("add") is None
     return node if free else None
 
 

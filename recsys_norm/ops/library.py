@@ -43,9 +43,17 @@ def zero_gradients(likes: Gradients, needs: list[bool], x: Tensor) -> Gradients:
 
 
 def backward_with(
-    technique: Technique, problem: Problem, saved: Tensors, grad: Tensor, add: Tensor | None, needs: tuple[bool, ...]
+    technique: Technique,
+    problem: Problem,
+    saved: Tensors,
+    grad: Any,
+    add: Tensor | None,
+    needs: tuple[bool, ...],
 ) -> Gradients:
-    """The technique's gradients, that of its first tensor with `add` in it."""
+    """The technique's gradients, that of its first tensor with `add` in it. `grad`: a tensor, or a tuple of pieces side by
+    side."""
+    if isinstance(grad, tuple) and not getattr(technique, "takes_pieces", False):
+        grad = torch.cat(grad, 1)
     if add is None or not needs[0]:
         return technique.backward(problem, saved, (grad,), needs)
     if getattr(technique, "adds_gradient", False):

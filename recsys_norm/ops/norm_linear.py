@@ -2,7 +2,8 @@
 
 Technique tensors: forward `(x_MK, weight_NK, bias_N, norm_weight_K, norm_bias_K) -> (y_MN,), (mean_M, rstd_M)`;
 backward saved `(x, weight, bias, norm_weight, norm_bias, mean, rstd, y)`, grads `(dy,)` or `(dy, add_MK)` (see
-`Technique.adds_gradient`), needs and grads in the order of the forward's tensors. y is saved only for K > 512: up to
+`Technique.adds_gradient`; dy may be a tuple, `Technique.takes_pieces`), needs and grads in the order of the forward's
+tensors. y is saved only for K > 512: up to
 there one block holds a whole row of the gradient at xhat and takes its means from the accumulators; beyond, they come
 from dy and y before the GEMM.
 """
@@ -147,8 +148,11 @@ def _backward_op(
     technique: str,
     on_unsupported: str,
     add: Tensor | None = None,
+    second: Tensor | None = None,
+    third: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`add` is one more gradient of x, which dx then contains (see `recsys_norm.ops.graph_passes`)."""
+    """`add` is one more gradient of x, which dx then contains; `second` and `third` hold what stands right of dy if
+    that came in pieces of one width (see `recsys_norm.ops.graph_passes`)."""
     likes = (x, weight, bias, norm_weight, norm_bias)
     if x.shape[0] == 0:
         return zero_gradients(likes, needs, x)
@@ -157,11 +161,13 @@ def _backward_op(
     chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (*tensors, present(mean), rstd, y)
     add = None if add is None else inputs.rows(add)
-    return gradients(backward_with(chosen, problem, saved, inputs.rows(dy), add, tuple(needs)), likes, x)
+    pieces = tuple(inputs.rows(piece) for piece in (dy, second, third) if piece is not None)
+    grad = pieces if len(pieces) > 1 else pieces[0]
+    return gradients(backward_with(chosen, problem, saved, grad, add, tuple(needs)), likes, x)
 
 
 @_backward_op.register_fake
-def _backward_fake(dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *policy, add=None):
+def _backward_fake(dy, x, weight, bias, norm_weight, norm_bias, mean, rstd, y, norm, eps, needs, *policy, **optional):
     return fake_gradients((x, weight, bias, norm_weight, norm_bias), needs, x)
 
 

@@ -92,6 +92,9 @@ class Technique(Protocol):
     A technique of norm_linear or norm_attention may set `adds_gradient = True`. Where its first tensor feeds a residual
     stream, `grads` then has a second entry, of that tensor's shape, which its gradient is to contain: added in fp32 before
     the one rounding. For a technique without the attribute the op adds afterwards, in a pass of its own.
+
+    A technique of norm_linear may set `takes_pieces = True`. Its dy may then be a tuple of matrices of one width that stand
+    side by side, as the gradients of q, k and v do; for the others the op puts them together.
     """
 
     name: str

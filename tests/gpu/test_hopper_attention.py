@@ -36,7 +36,8 @@ def run(queries, keys, more=None, *, own=False, edit=None, backward=False, **fie
             edit(t)
     registry.reset_counts()
     check_op("norm_attention", t, options | PFFN | (more or {}), POLICY, backward=backward)
-    assert registry.counts()["norm_attention"]["flashnorm (hopper)"] >= 1
+    if sum(queries):  # without a row there is nothing to launch
+        assert registry.counts()["norm_attention"]["flashnorm (hopper)"] >= 1
 
 
 @pytest.mark.parametrize("name", LENGTHS)

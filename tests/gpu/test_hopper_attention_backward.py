@@ -84,7 +84,7 @@ def test_norms_and_residuals(pre, post):
 @pytest.mark.parametrize("activation", attention_backward.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_activations(activation, dtype):
-    for scale in (0.003, 0.09, 0.5):
+    for scale in (0.003, 0.09, 0.2 if dtype == BF16 else 0.5):  # above, PyTorch's own error in bf16 passes the cap
         more = dict(activation=activation, scale=scale)
         run(lengths(6, 300), lengths(6, 128, 1), more, H=2, dtype=dtype, pre="layer", post="rms")
 

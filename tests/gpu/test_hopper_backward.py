@@ -159,6 +159,23 @@ def problem(M, K, N, layer, dtype=BF16):
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("M,K,width,count", [(1003, 512, 512, 3), (300, 256, 256, 2), (777, 384, 64, 3), (129, 128, 192, 2),
+                                             (65, 512, 72, 3), (300, 760, 256, 2), (40000, 512, 512, 3)])  # fmt: skip
+def test_dy_in_pieces_gives_the_bits_of_the_whole(M, K, width, count, dtype, norm):
+    """Where the kernels read the pieces, and where they are put together (72 columns, 760 in-features)."""
+    dy, x, weight, gamma, beta, mean, rstd = problem(M, K, count * width, norm == "layer", dtype)
+    wide = torch.randn(M, 2 * width, device="cuda").to(dtype)
+    pieces = (*(part.contiguous() for part in dy.split(width, 1)[:-1]), wide[:, width:])
+    whole, add = torch.cat(pieces, 1), torch.randn_like(x)
+    saved = (x, weight, None, gamma, beta, mean, rstd, torch.randn_like(dy) if K > 512 else None)
+    for more in (None, add):
+        for needs in ((True, True, True, True, norm == "layer"), (True, False, True, False, False)):
+            got, expected = (backward.backward(norm, 1e-5, saved, d, needs, more) for d in (pieces, whole))
+            assert all(torch.equal(a, b) for a, b, need in zip(got, expected, needs) if need)
+
+
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     "M,K,N", [(300, 512, 512), *((128 * 150 + 17, K, 192) for K in (128, 256, 384, 512, 1024)), (262144, 512, 512)]
 )

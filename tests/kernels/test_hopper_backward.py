@@ -119,3 +119,22 @@ def test_the_limit_of_constant_rows_follows_eps(eps, limit, launches):
     args = next(args for name, args in launches if name.startswith("dw_split_layer"))
     assert args["limit"] == pytest.approx(limit, rel=2e-6)
     assert args["x_ptr"].shape == (70, 64) and args["stride_x"] == 64
+
+
+PIECES = [((512,) * 3, 512, True), ((64, 64), 8, True), ((72, 72), 64, False), ((64, 128), 64, False),
+          ((64, 64), 520, False), ((64,) * 4, 64, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize("widths,K,fits", PIECES)
+def test_which_pieces_of_dy_the_kernels_read(widths, K, fits):
+    given = [torch.ones(3, width, dtype=torch.bfloat16) for width in widths]
+    assert dgrad.fits_in_pieces(given, K) == fits
+    if fits:
+        found, piece, N = dgrad.pieces(given)
+        assert len(found) == 3 and all(a is b for a, b in zip(found, given)) and (piece, N) == (widths[0], sum(widths))
+
+
+def test_a_dy_that_lies_in_one_is_its_own_first_piece():
+    dy = torch.ones(3, 136, dtype=torch.bfloat16)
+    found, piece, N = dgrad.pieces(dy)
+    assert all(t is dy for t in found) and piece >= N == 136

@@ -7,7 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from recsys_norm import ops
 from recsys_norm.ops import registry
-from recsys_norm.ops.graph_passes import AddInBackward
+from recsys_norm.ops.graph_passes import NormLinearBackward
 from recsys_norm.ops.torch_separate import techniques
 
 BACKWARD = torch.ops.recsys_norm.norm_linear_backward.default
@@ -22,7 +22,7 @@ class Graphs:
 
     def compile(self, function):
         def backward(module, _inputs):
-            AddInBackward()(module.graph)
+            NormLinearBackward()(module.graph)
             module.recompile()
             self.backward = module.graph
             return make_boxed_func(module.forward)
@@ -107,6 +107,39 @@ def test_sums_of_another_kind_stay():
     expected = gradients(block, *leaves)
     for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
         torch.testing.assert_close(got, want)
+
+
+STACKS = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
+
+
+@pytest.mark.parametrize("pieces", [2, 3])
+@pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
+def test_stacked_gradients_go_into_the_op_as_they_are(shape, pieces):
+    def block(x, weight):
+        parts = branch(x, weight).unflatten(-1, (pieces, 2, 4)).unbind(-3)
+        return sum(part.pow(i + 2) for i, part in enumerate(parts))
+
+    graphs, leaves = Graphs(), (leaf(*shape), leaf(pieces * 8, 8, seed=1))
+    expected = gradients(block, *leaves)
+    for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
+        torch.testing.assert_close(got, want)
+    (op,) = (node for node in graphs.backward.nodes if node.target is BACKWARD)
+    assert ("third" in op.kwargs) == (pieces == 3) and not any(graphs.count(target) for target in STACKS)
+
+
+@pytest.mark.parametrize("split", [lambda y: y.unbind(1), lambda y: y.view(-1).chunk(2), lambda y: y.split([3, 5], 1)])
+def test_stacks_of_another_kind_stay(split):
+    """Columns one by one, rows above rows, pieces of several widths."""
+
+    def block(x, weight):
+        return torch.cat([part.pow(i + 2).view(-1) for i, part in enumerate(split(branch(x, weight)))])
+
+    graphs, leaves = Graphs(), (leaf(6, 8), leaf(8, 8, seed=1))
+    expected = gradients(block, *leaves)
+    for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
+        torch.testing.assert_close(got, want)
+    (op,) = (node for node in graphs.backward.nodes if node.target is BACKWARD)
+    assert "second" not in op.kwargs
 
 
 class Recording:
