@@ -61,7 +61,7 @@ class Lazy:
 
         eps = resolve_eps(problem.eps, problem.dtype)
         dy, add = grads if len(grads) == 2 else (grads[0], None)
-        with on_device_of(dy):
+        with on_device_of(saved[0]):  # dy may come in pieces
             return backward(problem.norm, eps, saved, dy, needs, add)
 
 

@@ -1,11 +1,12 @@
 """The Hopper backward without a GPU: how the rows of a weight gradient are divided, and what the kernels refuse."""
 
 import itertools
+import types
 
 import pytest
 import torch
 
-from recsys_norm.kernels.hopper import backward, dgrad, launch, wgrad
+from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
 from recsys_norm.kernels.hopper.dgrad import tma_ready
 
 
@@ -138,3 +139,17 @@ def test_a_dy_that_lies_in_one_is_its_own_first_piece():
     dy = torch.ones(3, 136, dtype=torch.bfloat16)
     found, piece, N = dgrad.pieces(dy)
     assert all(t is dy for t in found) and piece >= N == 136
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_the_technique_hands_pieces_and_a_further_gradient_on(more, launches):
+    pieces = tuple(torch.zeros(70, 64, dtype=torch.bfloat16) for _ in range(2))
+    add = torch.zeros(70, 64, dtype=torch.bfloat16)
+    problem = types.SimpleNamespace(eps=1e-5, dtype=torch.bfloat16, norm="rms")
+    needs = (True, True, False, True, False)
+    grads = lazy.Lazy().backward(problem, saved_for("rms", N=128), (pieces, add) if more else (pieces,), needs)
+    assert [g is not None for g in grads] == list(needs)
+    for name, args in launches:
+        if name.startswith(("dx_", "dw_split_rms")):
+            assert [args[f"dy{i}_desc"].data_ptr() for i in range(2)] == [piece.data_ptr() for piece in pieces]
+            assert args["piece"] == 64 and name.endswith("_add") == (more and name.startswith("dx_"))
