@@ -24,6 +24,4 @@ def lazy_tile(N: int) -> Tile:
 
 
 def postnorm_tile(N: int) -> Tile:
-    if N <= 128:
-        return Tile(128, None, 64, 8, 3)
-    return Tile(64, None, 64, 8, 3) if N <= 256 else Tile(64, None, 32, 8, 3)
+    return Tile(128 if N <= 256 else 64, None, 64, 8, 3)
