@@ -128,7 +128,7 @@ def _bars(axis: Any, paths: Sequence[dict[str, Any]]) -> None:
     axis.set_axisbelow(True)
     ticks = [tick for tick in axis.get_xticks() if 0 <= tick <= 1.05 * longest] if any(ends) else []
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    _key(axis, inches)
+    _key(axis, inches, norms=any(entry["norm_ms"] is not None for entry in paths))
     why = next((reason for entry in paths if is_fallback(entry) for reason in why_fallback(entry)), None)
     if why:
         told = f"fallback: {_cut(why, 100)}"
@@ -194,12 +194,13 @@ def _result(axis: Any, entry: dict[str, Any], y: float, end: float, longest: flo
                       fontweight="bold", color=color)  # fmt: skip
 
 
-def _key(axis: Any, inches: float) -> None:
+def _key(axis: Any, inches: float, norms: bool) -> None:
     """The legend, below an axis of this height."""
     from matplotlib.patches import Patch
 
     handles = [Patch(facecolor=color, label=phase) for phase, color in PHASES.items()]
-    handles.append(Patch(facecolor=NORMS, label="what the norms cost"))
+    if norms:
+        handles.append(Patch(facecolor=NORMS, label="what the norms cost"))
     axis.legend(handles=handles, ncols=5, frameon=False, fontsize=8, labelcolor=MUTED, handlelength=0.9,
                 handleheight=0.8, columnspacing=1.3, handletextpad=0.5, loc="upper left",
                 bbox_to_anchor=(-0.01, -0.27 / inches), borderaxespad=0)  # fmt: skip
