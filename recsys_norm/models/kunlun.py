@@ -67,9 +67,7 @@ def _filled(x: Tensor, multiple: int | None, offset: int) -> Tensor:
     missing = (offset - len(x)) % multiple if multiple else 0
     if missing == 0:
         return x
-    filled = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-    _mark_dynamic(filled)
-    return filled
+    return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
 
 
 def _mark_dynamic(x: Tensor) -> None:
@@ -123,6 +121,7 @@ class DenseArch(nn.Module):
             fields, offsets, ages = events[name]
             fill = self.token_multiple, self.token_offsets.get(name, 0)
             fields, ages = _filled(self._embeddings(fields), *fill), _filled(ages, *fill)
+            _mark_dynamic(fields), _mark_dynamic(ages)
             sequences[name] = tokens(fields, offsets, ages, candidates)
         offsets = {name: events[name][1] for name in sequences}
         summaries: dict[str, Tensor | None] = dict.fromkeys(sequences)

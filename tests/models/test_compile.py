@@ -14,13 +14,23 @@ from recsys_norm.models.kunlun import Kunlun
 from recsys_norm.training.compiling import compile_regions
 
 
+@pytest.fixture(autouse=True)
+def dynamo():
+    """Nothing is compiled yet, and what `compile_regions` sets is put back."""
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(
+        automatic_dynamic_shapes=True, recompile_limit=torch._dynamo.config.recompile_limit
+    ):
+        yield
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("backend, compiler", [("unfused", "aot_eager"), ("fused", "eager")])
 def test_twenty_batches_of_different_lengths_compile_at_most_twice(backend, compiler):
     schema = make_schema(events=("long",), sparse=1)
     model, plain = (Kunlun(make_config(), schema, backend=backend) for _ in range(2))
     plain.load_state_dict(model.state_dict())
     counter = CompileCounterWithBackend(compiler)
-    torch._dynamo.reset()
     model.dense.compile(backend=counter, fullgraph=True)
     random.seed(0)
     with warnings.catch_warnings():
@@ -35,7 +45,6 @@ def test_twenty_batches_of_different_lengths_compile_at_most_twice(backend, comp
                 for p, q in zip(model.parameters(), plain.parameters()):
                     torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-4)
     assert 1 <= counter.frame_count <= 2
-    torch._dynamo.reset()
 
 
 def test_regions_know_the_width_of_every_event_type(monkeypatch):
@@ -48,8 +57,6 @@ def test_regions_know_the_width_of_every_event_type(monkeypatch):
         module._compiled_call_impl = torch.compile(module._call_impl, backend=counter, fullgraph=True)
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_here)
-    monkeypatch.setattr(torch._dynamo.config, "automatic_dynamic_shapes", True)
-    torch._dynamo.reset()
     compile_regions(model.dense, replay=False)
     random.seed(0)
     for i in range(6):
@@ -62,7 +69,28 @@ def test_regions_know_the_width_of_every_event_type(monkeypatch):
         shapes = [n.meta["example_value"].shape for n in graph.graph.nodes if n.op == "placeholder" and
                   isinstance(n.meta.get("example_value"), torch.Tensor)]  # fmt: skip
         assert all(isinstance(size, int) for shape in shapes for size in shape[1:]), shapes
-    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", ["dropout", "autocast", "filled"])
+def test_regions_are_compiled_once_for_all_lengths(case, monkeypatch):
+    """Whatever makes new tensors of the embeddings before a region sees them, without dynamo's own guess at sizes."""
+    schema = make_schema(events=("long",), sparse=1)
+    model = Kunlun(make_config(embedding_dropout=0.2 if case == "dropout" else 0.0), schema, backend="unfused")
+    model.dense.token_multiple = 4 if case == "filled" else None
+    counter = CompileCounterWithBackend("eager")
+
+    def compile_here(module, **_):
+        module._compiled_call_impl = torch.compile(module._call_impl, backend=counter, fullgraph=True)
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_here)
+    compile_regions(model.dense, replay=False)
+    random.seed(0)
+    for i in range(8):
+        with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
+            model(make_batch(schema, {"long": random.choices(range(2, 7), k=5)}, seed=i))
+        if i == 0:
+            compiled = counter.frame_count
+    assert counter.frame_count == compiled
 
 
 def test_most_batches_are_filled_up_to_the_same_number_of_tokens():
