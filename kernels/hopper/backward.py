@@ -39,7 +39,8 @@ def backward(
     dx = dweight = dbias = dgamma = dbeta = delta = None
     if not any(needs):
         return dx, dweight, dbias, dgamma, dbeta
-    if not isinstance(dy, Tensor) and not (dgrad.fits_in_pieces(dy, x.shape[1]) and (need_weight or need_gamma)):
+    alone = not (need_weight or need_gamma) and (need_bias or need_beta)  # a sum of columns, by another kernel
+    if not isinstance(dy, Tensor) and (alone or not dgrad.fits_in_pieces(dy, x.shape[1])):
         dy = torch.cat(tuple(dy), 1)
     if need_x:
         folded, offset = fold(weight, bias, gamma, beta, x.dtype, centre=norm == "layer")

@@ -581,9 +581,10 @@ def variant(dtype, norm, form, add):
 def variants():
     for dtype in ("bf16", "fp16"):
         for norm in ("rms", "layer"):
-            for form in FORMS:
+            for form, (_, mc, *_) in FORMS.items():
                 for add in (False, True):
-                    yield variant(dtype, norm, form, add)
+                    if not (add and mc > 1):
+                        yield variant(dtype, norm, form, add)
 
 
 def row_dots_variants():

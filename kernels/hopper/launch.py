@@ -143,11 +143,17 @@ def _check(result: tuple) -> Any:
     return values[0] if values else None
 
 
-def _ensure_context(index: int) -> None:
-    """Make the device's primary context, the one torch uses, current on this thread."""
+@functools.cache
+def _primary_context(index: int) -> Any:
     driver = _driver()
-    context = _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(index))))
-    _check(driver.cuCtxSetCurrent(context))
+    return _check(driver.cuDevicePrimaryCtxRetain(_check(driver.cuDeviceGet(index))))
+
+
+def _ensure_context(index: int) -> None:
+    """Make the device's primary context, the one torch uses, current on a thread that has none."""
+    driver = _driver()
+    if int(_check(driver.cuCtxGetCurrent())) == 0:
+        _check(driver.cuCtxSetCurrent(_primary_context(index)))
 
 
 class _Launch:

@@ -28,6 +28,7 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops
 _STACKS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _BACKWARD = torch.ops.recsys_norm.norm_linear_backward.default
 _PIECES = (None, "second", "third")
+_COLUMNS, _FEATURES = 64, 512  # pieces of a multiple of so many columns and x of so many are what kernels read
 
 
 class NormLinearBackward(CustomGraphPass):
@@ -68,26 +69,34 @@ def compile_options() -> dict[str, Any]:
 
 
 def _unstack(graph: fx.Graph, op: Any) -> bool:
-    """Give the op the pieces of dy if a stack or cat that nothing else reads put them together, row by row."""
-    dy = stacked = op.args[0]
+    """Give the op the pieces of dy if a stack or cat that nothing else reads put them together, row by row, and a kernel
+    can read them so."""
+    dy, x = op.args[:2]
+    stacked = dy
     while stacked.target in _VIEWS and len(stacked.users) == 1:
         stacked = stacked.args[0]
     if stacked.target not in _STACKS or len(stacked.users) != 1 or op.kwargs.get("second") is not None:
         return False
-    pieces, dim = stacked.args[0], stacked.args[1] if len(stacked.args) > 1 else 0
-    values = [piece.meta.get("val") for piece in (*pieces, stacked, dy)]
+    pieces, dim = stacked.args[0], stacked.args[1] if len(stacked.args) > 1 else stacked.kwargs.get("dim", 0)
+    values = [piece.meta.get("val") for piece in (*pieces, stacked, dy, x)]
     if not 2 <= len(pieces) <= len(_PIECES) or not all(isinstance(value, torch.Tensor) for value in values):
         return False
-    *given, whole, rows = values
+    *given, whole, rows, x_value = values
     before = math.prod(whole.shape[: dim % whole.dim()])
     width = rows.shape[1] // len(pieces)
-    if any(value.shape != given[0].shape for value in given) or not statically_known_true(before == rows.shape[0]):
+    if not statically_known_true(before == rows.shape[0]) or width % _COLUMNS or x_value.shape[1] > _FEATURES:
         return False
+    if any(value.shape != given[0].shape or value.dtype != rows.dtype for value in given):
+        return False
+    seen = {}
     for place, piece, value in zip(_PIECES, pieces, given):
         with graph.inserting_before(op):
             node = graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, width]))
-        node.meta["val"] = value.reshape(-1, width)
+        node.meta["val"] = seen[place] = value.reshape(-1, width)
         op.update_kwarg(place, node) if place else op.update_arg(0, node)
+    if "eager_input_vals" in op.meta:  # the layouts that inductor copies arguments into where they have others
+        first, (args, kwargs) = seen.pop(None), op.meta["eager_input_vals"]
+        op.meta["eager_input_vals"] = (first, *args[1:]), {**kwargs, **seen}
     return True
 
 

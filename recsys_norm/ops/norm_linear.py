@@ -3,9 +3,8 @@
 Technique tensors: forward `(x_MK, weight_NK, bias_N, norm_weight_K, norm_bias_K) -> (y_MN,), (mean_M, rstd_M)`;
 backward saved `(x, weight, bias, norm_weight, norm_bias, mean, rstd, y)`, grads `(dy,)` or `(dy, add_MK)` (see
 `Technique.adds_gradient`; dy may be a tuple, `Technique.takes_pieces`), needs and grads in the order of the forward's
-tensors. y is saved only for K > 512: up to
-there one block holds a whole row of the gradient at xhat and takes its means from the accumulators; beyond, they come
-from dy and y before the GEMM.
+tensors. y is saved only for K > 512: up to there one block holds a whole row of the gradient at xhat and takes its means
+from the accumulators; beyond, they come from dy and y before the GEMM.
 """
 
 from __future__ import annotations

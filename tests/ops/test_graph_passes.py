@@ -7,7 +7,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 from recsys_norm import ops
 from recsys_norm.ops import registry
-from recsys_norm.ops.graph_passes import NormLinearBackward
+from recsys_norm.ops.graph_passes import NormLinearBackward, compile_options
 from recsys_norm.ops.torch_separate import techniques
 
 BACKWARD = torch.ops.recsys_norm.norm_linear_backward.default
@@ -116,10 +116,10 @@ STACKS = (torch.ops.aten.stack.default, torch.ops.aten.cat.default)
 @pytest.mark.parametrize("shape", [(6, 8), (2, 3, 8)])
 def test_stacked_gradients_go_into_the_op_as_they_are(shape, pieces):
     def block(x, weight):
-        parts = branch(x, weight).unflatten(-1, (pieces, 2, 4)).unbind(-3)
+        parts = branch(x, weight).unflatten(-1, (pieces, 2, 32)).unbind(-3)
         return sum(part.pow(i + 2) for i, part in enumerate(parts))
 
-    graphs, leaves = Graphs(), (leaf(*shape), leaf(pieces * 8, 8, seed=1))
+    graphs, leaves = Graphs(), (leaf(*shape), leaf(pieces * 64, 8, seed=1))
     expected = gradients(block, *leaves)
     for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
         torch.testing.assert_close(got, want)
@@ -127,14 +127,34 @@ def test_stacked_gradients_go_into_the_op_as_they_are(shape, pieces):
     assert ("third" in op.kwargs) == (pieces == 3) and not any(graphs.count(target) for target in STACKS)
 
 
-@pytest.mark.parametrize("split", [lambda y: y.unbind(1), lambda y: y.view(-1).chunk(2), lambda y: y.split([3, 5], 1)])
-def test_stacks_of_another_kind_stay(split):
-    """Columns one by one, rows above rows, pieces of several widths."""
+def test_no_piece_is_copied_into_a_part_of_the_whole():
+    """inductor copies an argument whose layout is not the one that the op was traced with."""
+    from torch._inductor.utils import run_and_get_code
 
     def block(x, weight):
-        return torch.cat([part.pow(i + 2).view(-1) for i, part in enumerate(split(branch(x, weight)))])
+        return sum(part.pow(i + 2) for i, part in enumerate(branch(x, weight).unflatten(1, (3, 64)).unbind(1)))
 
-    graphs, leaves = Graphs(), (leaf(6, 8), leaf(8, 8, seed=1))
+    leaves = leaf(6, 8), leaf(192, 8, seed=1)
+    expected = gradients(block, *leaves)
+    torch._dynamo.reset()
+    options = compile_options() | {"fx_graph_cache": False}
+    got, codes = run_and_get_code(gradients, torch.compile(block, options=options, fullgraph=True), *leaves)
+    for a, b in zip(got, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert "norm_linear_backward" in codes[-1] and "(192, 1)" not in codes[-1].partition("def call")[2]
+
+
+@pytest.mark.parametrize("split,features", [(lambda y: y.unbind(1), 8), (lambda y: y.view(-1).chunk(2), 8),
+                                            (lambda y: y.split([48, 80], 1), 8), (lambda y: y.chunk(4, 1), 8),
+                                            (lambda y: y.split([32, 96], 1)[:1], 8),
+                                            (lambda y: y.chunk(2, 1), 520)])  # fmt: skip
+def test_stacks_of_another_kind_stay(split, features):
+    """Columns one by one, rows above rows, pieces of several widths, too many, too narrow, of too wide rows of x."""
+
+    def block(x, weight):
+        return torch.cat([(part.square() * (i + 2)).reshape(-1) for i, part in enumerate(split(branch(x, weight)))])
+
+    graphs, leaves = Graphs(), (leaf(6, features), leaf(128, features, seed=1))
     expected = gradients(block, *leaves)
     for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
         torch.testing.assert_close(got, want)
