@@ -71,7 +71,8 @@ class Start:
             self._batches.append(sum(int(checksum(part)) * (2 * index + 1) for index, part in parts))
         if self._row_order == 0:
             return batch
-        return permuted(batch, self._schema, torch.randperm(len(batch), generator=self._generator))
+        moved = permuted(batch, self._schema, torch.randperm(len(batch), generator=self._generator))
+        return moved.pin_memory() if batch.label.is_pinned() else moved  # or each copy would wait for the device
 
     def record(self) -> dict[str, Any]:
         """For the run's summary; weights is None for a run that was resumed. Call it on every rank."""
