@@ -150,9 +150,10 @@ def _primary_context(index: int) -> Any:
 
 
 def _ensure_context(index: int) -> None:
-    """Make the device's primary context, the one torch uses, current on a thread that has none."""
+    """Make the device's primary context, the one torch uses, current on a thread that has no context of that device."""
     driver = _driver()
-    if int(_check(driver.cuCtxGetCurrent())) == 0:
+    status, device = driver.cuCtxGetDevice()
+    if int(status) != 0 or int(device) != index:
         _check(driver.cuCtxSetCurrent(_primary_context(index)))
 
 

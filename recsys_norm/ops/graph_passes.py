@@ -22,13 +22,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from recsys_norm.kernels.hopper.dgrad import fits_in_pieces
 from recsys_norm.ops import norm_linear  # noqa: F401  (registers the op)
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 _STACKS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
 _BACKWARD = torch.ops.recsys_norm.norm_linear_backward.default
 _PIECES = (None, "second", "third")
-_COLUMNS, _FEATURES = 64, 512  # pieces of a multiple of so many columns and x of so many are what kernels read
 
 
 class NormLinearBackward(CustomGraphPass):
@@ -84,15 +84,18 @@ def _unstack(graph: fx.Graph, op: Any) -> bool:
     *given, whole, rows, x_value = values
     before = math.prod(whole.shape[: dim % whole.dim()])
     width = rows.shape[1] // len(pieces)
-    if not statically_known_true(before == rows.shape[0]) or width % _COLUMNS or x_value.shape[1] > _FEATURES:
+    if not statically_known_true(before == rows.shape[0]):
         return False
     if any(value.shape != given[0].shape or value.dtype != rows.dtype for value in given):
         return False
-    seen = {}
-    for place, piece, value in zip(_PIECES, pieces, given):
+    side_by_side = [value.reshape(-1, width) for value in given]
+    if not fits_in_pieces(side_by_side, x_value.shape[1]):
+        return False
+    seen = dict(zip(_PIECES, side_by_side))
+    for place, piece in zip(_PIECES, pieces):
         with graph.inserting_before(op):
             node = graph.call_function(torch.ops.aten.reshape.default, (piece, [-1, width]))
-        node.meta["val"] = seen[place] = value.reshape(-1, width)
+        node.meta["val"] = seen[place]
         op.update_kwarg(place, node) if place else op.update_arg(0, node)
     if "eager_input_vals" in op.meta:  # the layouts that inductor copies arguments into where they have others
         first, (args, kwargs) = seen.pop(None), op.meta["eager_input_vals"]

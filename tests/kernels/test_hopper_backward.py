@@ -168,3 +168,20 @@ def test_a_further_gradient_of_a_wide_x_is_added_behind_the_kernel(launches):
     dgrad.dx(dy, x=x, add=add, **tensors)
     assert [name for name, _ in launches] == ["dx_rms_bf16_any"]
     assert not any("any_add" in name for name in launch.manifest()["90"]["kernels"])
+
+
+@pytest.mark.parametrize("current,made_current", [(None, True), (0, True), (1, False)])
+def test_a_thread_gets_the_devices_context_only_without_one(current, made_current, monkeypatch):
+    """Tensor maps are made on autograd's threads too, on which nothing may have run yet; one of the caller's stays."""
+    made = []
+    driver = types.SimpleNamespace(
+        cuCtxGetDevice=lambda: (201, None) if current is None else (0, current),
+        cuDeviceGet=lambda index: (0, index),
+        cuDevicePrimaryCtxRetain=lambda device: (0, f"primary {device}"),
+        cuCtxSetCurrent=lambda context: made.append(context) or (0,),
+    )
+    monkeypatch.setattr(launch, "_driver", lambda: driver)
+    launch._primary_context.cache_clear()
+    launch._ensure_context(1)
+    launch._primary_context.cache_clear()
+    assert made == (["primary 1"] if made_current else [])

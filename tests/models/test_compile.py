@@ -47,10 +47,8 @@ def test_twenty_batches_of_different_lengths_compile_at_most_twice(backend, comp
     assert 1 <= counter.frame_count <= 2
 
 
-def test_regions_know_the_width_of_every_event_type(monkeypatch):
-    """Only T is unknown to a region's graph, though blocks of both event types run the same code at other widths."""
-    schema = make_schema(events=("long", "short"), sparse=1)
-    model = Kunlun(make_config(), schema, backend="unfused")
+def counted_regions(model, monkeypatch):
+    """Compile the model's regions; the result counts the graphs and keeps them."""
     counter = CompileCounterWithBackend("eager")
 
     def compile_here(module, **_):
@@ -58,6 +56,14 @@ def test_regions_know_the_width_of_every_event_type(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_here)
     compile_regions(model.dense, replay=False)
+    return counter
+
+
+def test_regions_know_the_width_of_every_event_type(monkeypatch):
+    """Only T is unknown to a region's graph, though blocks of both event types run the same code at other widths."""
+    schema = make_schema(events=("long", "short"), sparse=1)
+    model = Kunlun(make_config(), schema, backend="unfused")
+    counter = counted_regions(model, monkeypatch)
     random.seed(0)
     for i in range(6):
         lengths = {"long": random.choices(range(1, 7), k=5), "short": random.choices(range(1, 5), k=5)}
@@ -77,13 +83,7 @@ def test_regions_are_compiled_once_for_all_lengths(case, monkeypatch):
     schema = make_schema(events=("long",), sparse=1)
     model = Kunlun(make_config(embedding_dropout=0.2 if case == "dropout" else 0.0), schema, backend="unfused")
     model.dense.token_multiple = 4 if case == "filled" else None
-    counter = CompileCounterWithBackend("eager")
-
-    def compile_here(module, **_):
-        module._compiled_call_impl = torch.compile(module._call_impl, backend=counter, fullgraph=True)
-
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_here)
-    compile_regions(model.dense, replay=False)
+    counter = counted_regions(model, monkeypatch)
     random.seed(0)
     for i in range(8):
         with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):

@@ -144,17 +144,19 @@ def test_no_piece_is_copied_into_a_part_of_the_whole():
     assert "norm_linear_backward" in codes[-1] and "(192, 1)" not in codes[-1].partition("def call")[2]
 
 
-@pytest.mark.parametrize("split,features", [(lambda y: y.unbind(1), 8), (lambda y: y.view(-1).chunk(2), 8),
-                                            (lambda y: y.split([48, 80], 1), 8), (lambda y: y.chunk(4, 1), 8),
-                                            (lambda y: y.split([32, 96], 1)[:1], 8),
-                                            (lambda y: y.chunk(2, 1), 520)])  # fmt: skip
-def test_stacks_of_another_kind_stay(split, features):
-    """Columns one by one, rows above rows, pieces of several widths, too many, too narrow, of too wide rows of x."""
+@pytest.mark.parametrize("split,columns,features", [
+    (lambda y: y.unbind(1), 128, 8), (lambda y: y.view(-1).chunk(2), 128, 8), (lambda y: y.split([64, 128], 1), 192, 8),
+    (lambda y: y.chunk(4, 1), 256, 8), (lambda y: y.chunk(2, 1), 64, 8), (lambda y: y.chunk(2, 1), 128, 520),
+    (lambda y: y.chunk(2, 0), 128, 8), (lambda y: y.unflatten(0, (3, 2)).unbind(1), 128, 8),
+])  # fmt: skip
+def test_stacks_of_another_kind_stay(split, columns, features):
+    """Columns one by one, halves of memory, pieces of several widths, too many, too narrow, of too wide x; rows above
+    rows, and every other row."""
 
     def block(x, weight):
         return torch.cat([(part.square() * (i + 2)).reshape(-1) for i, part in enumerate(split(branch(x, weight)))])
 
-    graphs, leaves = Graphs(), (leaf(6, features), leaf(128, features, seed=1))
+    graphs, leaves = Graphs(), (leaf(6, features), leaf(columns, features, seed=1))
     expected = gradients(block, *leaves)
     for got, want in zip(gradients(graphs.compile(block), *leaves), expected):
         torch.testing.assert_close(got, want)
