@@ -28,8 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+_BEGAN = time.perf_counter()
 GATE_STEPS, GATE_TOLERANCE = 20, 1e-4
-BATCHES = 8  # of different lengths, on the device
+BATCHES = 4  # of different lengths, on the device
 
 
 def composed(overrides: list[str]) -> Any:
@@ -81,6 +82,7 @@ class Case:
     def build(self, name: str) -> None:
         from recsys_norm.training.run import build
 
+        self._say(f"building {name}")
         self.trainers[name] = None
         if name != "alone":
             self.trainers[name] = build(composed(self.overrides[name]), self.processes, _made(self._folder / name))
@@ -91,6 +93,7 @@ class Case:
     def block(self, name: str, steps: int) -> tuple[float, list[float]] | None:
         """Milliseconds per step and the losses, or None on a rank that waits."""
         self.processes.health.at(f"a block of {steps} steps {name}")
+        self._say(f"{steps} steps {name}")
         self.processes.barrier()
         trainer = self.trainers[name]
         result = None
@@ -101,6 +104,11 @@ class Case:
             result = 1e3 * (time.perf_counter() - begin) / steps, losses
         self.processes.barrier()
         return result
+
+    def _say(self, what: str) -> None:
+        """What takes long, with the seconds since the start: a run that is cut off tells where."""
+        if self.processes.main:
+            print(f"[{time.perf_counter() - _BEGAN:5.0f} s] {what}", file=sys.stderr, flush=True)
 
 
 def _made(path: Path) -> Path:
@@ -258,7 +266,6 @@ def run(args: argparse.Namespace, folder: Path) -> None:
     from recsys_norm.training import runtime
     from recsys_norm.training.logging import warnings_as_lines
 
-    began = time.perf_counter()
     with runtime.start(composed(["distributed=torchrec", *args.set])) as processes, warnings_as_lines(False):
         group = dist.new_group([0])  # every rank takes part in making it
         lone = replace(processes, rank=0, size=1, cpu_group=None, group=group)
@@ -266,7 +273,7 @@ def run(args: argparse.Namespace, folder: Path) -> None:
         facts["gate_loss_difference"] = gate(args, processes, lone, folder)
         for index, (model, backend) in enumerate(cases(args)):
             record = {"model": model, "backend": backend, **facts}
-            late = processes.broadcast(time.perf_counter() - began > args.budget)
+            late = processes.broadcast(time.perf_counter() - _BEGAN > args.budget)
             if late:
                 record["skipped"] = f"the budget of {args.budget:g} s was used up"
             else:

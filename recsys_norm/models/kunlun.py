@@ -13,6 +13,7 @@ Source: Kunlun (arXiv 2602.10016); InterFormer for weight generation, Wukong for
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -177,12 +178,20 @@ class Layer(nn.Module):
         return self.experts(x_sum, *summaries.values()), sequences, summaries
 
 
-class Experts(nn.ModuleList):
-    """The global interaction: every expert on the tokens of [X_sum | Y_1 | Y_2 ..], their outputs side by side."""
+class Experts(nn.Module):
+    """The global interaction: every expert on the tokens of [X_sum | Y_1 | Y_2 ..], their outputs side by side.
+
+    No ModuleList, which FSDP2 of torch 2.11 refuses to shard even if it has a forward of its own.
+    """
+
+    def __init__(self, experts: Iterable[nn.Module]):
+        super().__init__()
+        for index, expert in enumerate(experts):
+            self.add_module(str(index), expert)
 
     def forward(self, *tokens: Tensor) -> Tensor:
         x = torch.cat(tokens, 1)
-        return torch.cat([expert(x) for expert in self], 1)
+        return torch.cat([expert(x) for expert in self.children()], 1)
 
 
 class Head(nn.Module):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model_cases import LENGTHS, LONG, make_batch, make_config, make_schema, row_of
+from torch import nn
 
 from recsys_norm.models.config import EventConfig
 from recsys_norm.models.kunlun import Kunlun
@@ -172,7 +173,15 @@ def test_dropout_acts_in_training_only():
 def test_more_experts_widen_the_next_layer():
     model = build(make_schema(), experts=3)
     first, second = model.dense.layers
-    assert len(first.experts) == 3 and second.summarize.weight.shape[1] == 3 * first.n_in
+    assert len(list(first.experts.children())) == 3 and second.summarize.weight.shape[1] == 3 * first.n_in
+
+
+def test_no_region_is_a_container():
+    """FSDP2 shards region by region, and that of torch 2.11 refuses a ModuleList even where it has a forward."""
+    model = Kunlun(make_config(experts=2), make_schema(events=("long",)), backend="unfused")
+    regions = [region for region, _ in model.dense.regions()]
+    assert not [region for region in regions if isinstance(region, (nn.ModuleList, nn.ModuleDict, nn.Sequential))]
+    assert "layers.0.experts.1.p" in model.dense.state_dict()
 
 
 def test_one_config_serves_schemas_with_fewer_events():
