@@ -53,11 +53,13 @@ def linear_norm(
     residual=None,
     residual_position="after",
     return_sum=False,
+    groups=1,
 ):
     z = linear(x, weight, bias)
     if residual is not None and residual_position == "before":
         z = z + residual
-    y = normalize(z, norm, norm_weight, norm_bias, eps)
+    affine = (None if p is None else p.unflatten(0, (groups, -1)) for p in (norm_weight, norm_bias))
+    y = normalize(z.unflatten(-1, (groups, -1)), norm, *affine, eps).flatten(-2)
     if residual is not None and residual_position == "after":
         y = y + residual
     return (y, z) if return_sum else y

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from recsys_norm.kernels.activations import activate_with_slope
-from recsys_norm.kernels.norm.forward import live_rows
+from recsys_norm.kernels.norm.forward import affine_cols, live_rows
 
 
 @triton.jit
@@ -55,6 +55,35 @@ def standardized(z, first, mean, rstd, LAYER: tl.constexpr, SHIFT: tl.constexpr)
     return z * rstd
 
 
+@triton.jit
+def store_sums(
+    partial_ptr, sum_weight, sum_bias, sum_dz, N, SUM_WEIGHT: tl.constexpr, SUM_BIAS: tl.constexpr, SUM_DZ: tl.constexpr,
+    GROUPS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A program's [ROWS, BLOCK] sums: over its rows, or row by row where rows are of different groups."""
+    cols = tl.arange(0, BLOCK)
+    if GROUPS > 1:
+        rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+        place = (rows * N)[:, None] + cols[None, :]
+        next_sum = tl.num_programs(0).to(tl.int64) * ROWS * N
+        mask = cols[None, :] < N
+    else:
+        sum_weight = tl.sum(sum_weight, 0)
+        sum_bias = tl.sum(sum_bias, 0)
+        sum_dz = tl.sum(sum_dz, 0)
+        place = tl.program_id(0).to(tl.int64) * N + cols
+        next_sum = tl.num_programs(0).to(tl.int64) * N
+        mask = cols < N
+    if SUM_WEIGHT:
+        tl.store(partial_ptr + place, sum_weight, mask=mask)
+        place += next_sum
+    if SUM_BIAS:
+        tl.store(partial_ptr + place, sum_bias, mask=mask)
+        place += next_sum
+    if SUM_DZ:
+        tl.store(partial_ptr + place, sum_dz, mask=mask)
+
+
 @triton.jit(
     do_not_specialize=[
         "M",
@@ -73,14 +102,14 @@ def backward_kernel(
     z_ptr,  # [M, N], row stride stride_z: the row before the norm, or zhat itself (HAT)
     more_ptr,  # [M, N], row stride stride_more: another part of dy (MORE)
     dsum_ptr,  # [M, N], row stride stride_dsum: a gradient of z from elsewhere (DSUM)
-    weight_ptr,
+    weight_ptr,  # [GROUPS * N], see forward.affine_cols
     bias_ptr,
     mean_ptr,  # [M] fp32, relative to the row's first element
     rstd_ptr,  # [M] fp32
     offsets_ptr,  # see forward.live_rows; where rows are cut, the gradients of the others are 0
     dz_ptr,  # [M, N] contiguous
     h_ptr,  # [M, N] contiguous: y again, for the gradient of a linear that follows
-    partial_ptr,  # [sums, programs, N] fp32, sums in the order weight, bias, z
+    partial_ptr,  # [sums, programs, N] fp32, sums in the order weight, bias, z; GROUPS > 1: [sums, programs * ROWS, N]
     M,
     N,
     stride_dy,
@@ -103,6 +132,7 @@ def backward_kernel(
     SUM_WEIGHT: tl.constexpr,
     SUM_BIAS: tl.constexpr,
     SUM_DZ: tl.constexpr,
+    GROUPS: tl.constexpr,
     SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -110,7 +140,11 @@ def backward_kernel(
     STAGES: tl.constexpr,
 ):
     """A block of ROWS whole rows at a time, grid-strided; column sums stay in registers until the program ends. dy is 0
-    in padded lanes and cut rows, which keeps them out of every sum."""
+    in padded lanes and cut rows, which keeps them out of every sum.
+
+    With GROUPS > 1, the number of rows of a whole turn of the grid is a multiple of GROUPS, so that a row of the block is
+    always of the same group, and each such row has sums of its own.
+    """
     N *= VEC
     stride_dy *= VEC
     stride_z *= VEC
@@ -121,10 +155,11 @@ def backward_kernel(
     live = live_rows(M, offsets_ptr, last, heads, CUT)
     weight = tl.zeros((1, BLOCK), tl.float32)
     bias = tl.zeros((1, BLOCK), tl.float32)
+    affine = affine_cols(tl.program_id(0) * ROWS + tl.arange(0, ROWS), cols, N, GROUPS)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + affine, mask=in_row, other=0.0).to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + affine, mask=in_row, other=0.0).to(tl.float32)
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     sum_dz = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -169,17 +204,7 @@ def backward_kernel(
             if SUM_DZ:
                 sum_dz += dz
 
-    cols = tl.arange(0, BLOCK)
-    place = tl.program_id(0).to(tl.int64) * N + cols
-    next_sum = tl.num_programs(0).to(tl.int64) * N
-    if SUM_WEIGHT:
-        tl.store(partial_ptr + place, tl.sum(sum_weight, 0), mask=cols < N)
-        place += next_sum
-    if SUM_BIAS:
-        tl.store(partial_ptr + place, tl.sum(sum_bias, 0), mask=cols < N)
-        place += next_sum
-    if SUM_DZ:
-        tl.store(partial_ptr + place, tl.sum(sum_dz, 0), mask=cols < N)
+    store_sums(partial_ptr, sum_weight, sum_bias, sum_dz, N, SUM_WEIGHT, SUM_BIAS, SUM_DZ, GROUPS, ROWS, BLOCK)
 
 
 @triton.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from recsys_norm.kernels.compile import CompileCase
@@ -54,17 +55,17 @@ def _label(width, vec: int, dtype: str, param: str, layer: bool, full: bool) -> 
     return f"{width} {'aligned' if vec > 1 else 'scalar'} {dtype}/{param} {norm}" + (" full" if full else "")
 
 
-def _forward(tile: Tile, dtype: str, param: str, layer: bool, full: bool) -> CompileCase:
+def _forward(tile: Tile, dtype: str, param: str, layer: bool, full: bool, groups: int = 1) -> CompileCase:
     """Plain, or `full`: with both residuals, both extra outputs and cut rows (an activation comes without them)."""
     config = forward_config(tile.block, _BYTES[dtype])
     args = _types(_FORWARD, dtype, param) | _norm(layer, "identity") | dict(SHIFT=dtype == "fp32")
     args |= dict.fromkeys(("BEFORE", "AFTER", "CUT", "WRITE_Z", "WRITE_HAT"), full)
-    args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec)
+    args |= dict(GROUPS=groups, ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec)
     label = _label(tile.block, tile.vec, dtype, param, layer, full)
     return CompileCase("norm.forward", label, forward.forward_kernel, args, {"num_warps": config.warps})
 
 
-def _backward(tile: Tile, dtype: str, param: str, layer: bool, kind: str) -> CompileCase:
+def _backward(tile: Tile, dtype: str, param: str, layer: bool, kind: str, groups: int = 1) -> CompileCase:
     """dz, dweight and dbias; with the other two outputs and both further gradients for "more", and gelu for
     "activation"."""
     config = backward_config(tile.block, _BYTES[dtype], "layer" if layer else "rms", kind)
@@ -72,6 +73,7 @@ def _backward(tile: Tile, dtype: str, param: str, layer: bool, kind: str) -> Com
     args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if kind == "activation" else "identity")
     args |= dict(HAT=False, MORE=more, DSUM=more, CUT=more, WRITE_DZ=True, WRITE_H=more)
     args |= dict(SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=more, SHIFT=dtype == "fp32")
+    args |= dict(GROUPS=groups)
     args |= dict(ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec, STAGES=config.stages)
     label = f"{_label(tile.block, tile.vec, dtype, param, layer, False)} {kind}"
     return CompileCase("norm.backward", label, backward.backward_kernel, args, {"num_warps": config.warps})
@@ -120,6 +122,12 @@ def _reduce(programs: int) -> CompileCase:
     return CompileCase("norm.reduce", f"{programs} partials", backward.reduce_kernel, args, {"num_warps": tile.warps})
 
 
+def _grouped(tile: Tile, dtype: str, param: str) -> Iterator[CompileCase]:
+    """Rows of two groups, each with a weight of its own."""
+    for case in (_forward(tile, dtype, param, True, False, 2), _backward(tile, dtype, param, True, "plain", 2)):
+        yield replace(case, label=f"{case.label} in groups")
+
+
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """Every tile for Hopper, those with the most registers for the others (tiles do not depend on the GPU); with
     everything on where that is shipped, since it holds the plain variant's values and more."""
@@ -130,6 +138,7 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
                 yield from _backwards(tile, dtype, param, arch)
     yield from _wide("fp32", "fp32", True)
     if arch == 90:
+        yield from _grouped(Tile(512, 8), "bf16", "bf16")
         yield from _wide("bf16", "bf16", False)
         yield _reduce(1)
     yield _reduce(1000)

@@ -101,6 +101,7 @@ _ACTIVATION = _MORE | {
     512: Backward(1, 1, per_sm=8, stages=3),
     1024: Backward(1, 4, per_sm=4, stages=3),
 }
+MAX_GROUP_WIDTH = 4096  # wider rows may be walked in chunks, by kernels that know one weight for all rows
 WIDE = Chunks(chunk=2048, warps=4)
 _COLUMNS = {cols: Columns(4096 // cols, cols, warps=4, per_sm=8) for cols in (64, 256)}
 # Without a norm: rows of one tensor only, so there is room for a pipelined loop.

@@ -45,6 +45,14 @@ def live_rows(M, offsets_ptr, last, heads, CUT: tl.constexpr):
     return live
 
 
+@triton.jit
+def affine_cols(rows, cols, N, GROUPS: tl.constexpr):
+    """Where a row's weight and bias are: those of GROUPS rows stand side by side, row i has those of group i % GROUPS."""
+    if GROUPS > 1:
+        cols = (rows % GROUPS * N)[:, None] + cols
+    return cols
+
+
 @triton.jit(
     do_not_specialize=["M", "N", "stride_x", "stride_before", "stride_after", "last", "heads", "reciprocal", "eps"]
 )
@@ -52,8 +60,8 @@ def forward_kernel(
     x_ptr,  # [M, N], row stride stride_x
     before_ptr,  # [M, N], row stride stride_before: added before the norm
     after_ptr,  # [M, N], row stride stride_after: added after it
-    weight_ptr,  # [N]
-    bias_ptr,  # [N]
+    weight_ptr,  # [GROUPS * N], see affine_cols
+    bias_ptr,  # [GROUPS * N]
     offsets_ptr,  # see live_rows; where rows are cut, the others read as 0 and y is 0
     y_ptr,  # [M, N] contiguous, as z and hat; any of the three may be x itself
     z_ptr,
@@ -78,6 +86,7 @@ def forward_kernel(
     CUT: tl.constexpr,
     WRITE_Z: tl.constexpr,
     WRITE_HAT: tl.constexpr,
+    GROUPS: tl.constexpr,
     SHIFT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -103,10 +112,11 @@ def forward_kernel(
             first += tl.load(before_rows, mask=live, other=0.0).to(tl.float32)
     weight = tl.zeros((1, BLOCK), tl.float32)
     bias = tl.zeros((1, BLOCK), tl.float32)
+    affine = affine_cols(rows, cols, N, GROUPS)
     if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        weight = tl.load(weight_ptr + affine, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
     if HAS_BIAS:
-        bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        bias = tl.load(bias_ptr + affine, mask=in_row, other=0.0, eviction_policy="evict_last").to(tl.float32)
 
     out = (rows * N)[:, None] + cols
     in_tensor = (rows < M)[:, None] & in_row

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from recsys_norm.kernels.norm import backward, forward
 from recsys_norm.kernels.norm.configs import (
+    MAX_GROUP_WIDTH,
     WIDE,
     Backward,
     Columns,
@@ -77,6 +79,11 @@ def _pick(width: int, *tensors: Tensor | None) -> Tile:
     return pick_tile(width, tuple(t.stride(0) for t in given), given[0].element_size())
 
 
+def _check_groups(groups: int, M: int, N: int) -> None:
+    if groups > 1 and (M % groups or N > MAX_GROUP_WIDTH):
+        raise ValueError(f"{M} rows of {N} in {groups} groups: rows must fill up groups of at most {MAX_GROUP_WIDTH}")
+
+
 def norm_forward(
     x: Tensor,
     weight: Tensor | None = None,
@@ -90,6 +97,7 @@ def norm_forward(
     write_z: bool = False,
     write_hat: bool = False,
     overwrite: bool = False,
+    groups: int = 1,
     cut: Cut | None = None,
     config: Forward | None = None,
 ) -> Normed:
@@ -99,10 +107,13 @@ def norm_forward(
         x, before, after: `[M, N]` with unit stride in the rows.
         write_z, write_hat: also return z or the normalised rows, in x's dtype.
         overwrite: x is a temporary of the caller's; one of the results takes its memory.
+        groups: weight and bias are `[groups * N]`, those of `groups` rows side by side: row i has those of group
+            i % groups. Above 1, N is at most MAX_GROUP_WIDTH.
         config: instead of the shipped one, for tuning.
     """
     M, N = x.shape
     tile = _pick(N, x, before, after)
+    _check_groups(groups, M, N)
     free = [x] if overwrite and x.is_contiguous() else []
 
     def buffer(wanted: bool) -> Tensor | None:
@@ -139,6 +150,7 @@ def norm_forward(
             forward.forward_kernel[(triton.cdiv(M, config.rows),)](
                 *arguments,
                 **options,
+                GROUPS=groups,
                 SHIFT=x.dtype == torch.float32,
                 ROWS=config.rows,
                 BLOCK=tile.block,
@@ -165,6 +177,7 @@ def norm_backward(
     dweight: torch.dtype | None = None,
     dbias: torch.dtype | None = None,
     dz_sum: torch.dtype | None = None,
+    groups: int = 1,
     cut: Cut | None = None,
     config: Backward | None = None,
 ) -> Gradients:
@@ -176,9 +189,11 @@ def norm_backward(
         dsum: gradient of z from elsewhere, added to dz. more_dy: added to dy.
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
+        groups: as in `norm_forward`; the sums are `[groups * N]` then.
         config: instead of the shipped one, for tuning.
     """
     M, N = z.shape
+    _check_groups(groups, M, N)
     bias = bias if write_h or activation != "identity" else None
     tile = _pick(N, dy, z, more_dy, dsum)
     dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
@@ -201,13 +216,14 @@ def norm_backward(
             VEC=tile.vec,
         ),
         sums=(dweight, dbias, dz_sum),
+        groups=groups,
     )
     if config is None and tile.block is not None:
         more = write_h or any(t is not None for t in (more_dy, dsum, dz_sum))
         kind = "activation" if activation != "identity" else "more" if more else "plain"
         config = backward_config(tile.block, z.element_size(), norm, kind)
     if M == 0:
-        zeros = (None if s is None else torch.zeros(N, dtype=s, device=z.device) for s in call.sums)
+        zeros = (None if s is None else torch.zeros(groups * N, dtype=s, device=z.device) for s in call.sums)
         return Gradients(dz, h, *zeros)
     with _on(z.device):
         sums = _backward_wide(call) if config is None else _backward_rows(call, tile.block, config)
@@ -220,6 +236,7 @@ class _Backward(NamedTuple):
     sizes: tuple[int, ...]
     options: dict
     sums: tuple[torch.dtype | None, ...]
+    groups: int
 
 
 def _backward_rows(call: _Backward, block: int, config: Backward) -> list[Tensor | None]:
@@ -227,7 +244,12 @@ def _backward_rows(call: _Backward, block: int, config: Backward) -> list[Tensor
     M, N = z.shape
     sum_weight, sum_bias, sum_dz = (s is not None for s in call.sums)
     programs = min(triton.cdiv(M, config.rows), config.per_sm * _processors(z.device))
-    partial = _partials(call.sums, programs, N, z.device)
+    partials = programs
+    if call.groups > 1:
+        turn = call.groups // math.gcd(call.groups, config.rows)  # programs whose rows together hold every group
+        programs = triton.cdiv(programs, turn) * turn
+        partials = programs * config.rows
+    partial = _partials(call.sums, partials, N, z.device)
     backward.backward_kernel[(programs,)](
         *call.inputs,
         *call.outputs,
@@ -240,13 +262,16 @@ def _backward_rows(call: _Backward, block: int, config: Backward) -> list[Tensor
         SUM_WEIGHT=sum_weight,
         SUM_BIAS=sum_bias,
         SUM_DZ=sum_dz,
+        GROUPS=call.groups,
         SHIFT=z.dtype == torch.float32,
         ROWS=config.rows,
         BLOCK=block,
         STAGES=config.stages,
         num_warps=config.warps,
     )
-    return _reduce(partial, call.sums, N)
+    if partial is not None:  # the partials of one row of each group, side by side
+        partial = partial.view(len(partial), partials // call.groups, call.groups * N)
+    return _reduce(partial, call.sums, call.groups * N)
 
 
 def _backward_wide(call: _Backward) -> list[Tensor | None]:

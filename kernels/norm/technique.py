@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from recsys_norm.kernels.norm.configs import MAX_GROUP_WIDTH
 from recsys_norm.ops.problem import Problem, Tensors
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,6 +44,7 @@ class Separate:
     name = "separate"
     provider = "triton"
     adds_gradient = True  # read by the norm's backward pass
+    takes_groups = True
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op not in OPS:
@@ -57,6 +59,9 @@ class Separate:
             return f"it needs triton >= {needed} and {found} is installed; use backend='unfused'"
         if problem.dtype not in _DTYPES:
             return f"its kernels take bfloat16, float16 and float32, not {problem.dtype}; use backend='unfused'"
+        if problem.groups > 1 and problem.N // problem.groups > MAX_GROUP_WIDTH:
+            width = problem.N // problem.groups
+            return f"it holds groups of at most {MAX_GROUP_WIDTH} features and these are {width}; use backend='unfused'"
         attention = problem.attention
         if attention is not None and not attention.softmax and problem.d > _MAX_HEAD_WIDTH:
             limit = f"the attention kernel holds heads up to {_MAX_HEAD_WIDTH} wide"
@@ -155,14 +160,21 @@ def _norm_linear_backward(problem, saved, grads, needs):
     return dx, dweight, dbias, dnorm_weight, dnorm_bias
 
 
+def _rows_of(t: Tensor | None, width: int) -> Tensor | None:
+    """The values of a matrix in rows of another width; the matrix itself where it has that."""
+    return t if t is None or t.shape[1] == width else t.reshape(-1, width)
+
+
 def _linear_norm_forward(problem, x, weight, bias, norm_weight, norm_bias, residual):
     from recsys_norm.kernels.norm.launch import norm_forward
 
     product = project(x, weight, bias)
+    width = problem.N // problem.groups
+    rows, residual = _rows_of(product, width), _rows_of(residual, width)
     before = residual if problem.residual == "before" else None
     keep_product = problem.return_sum and before is None  # which then is the sum
     out = norm_forward(
-        product,
+        rows,
         norm_weight,
         norm_bias,
         norm=problem.norm,
@@ -172,8 +184,10 @@ def _linear_norm_forward(problem, x, weight, bias, norm_weight, norm_bias, resid
         write_z=problem.return_sum and not keep_product,
         write_hat=problem.stores_hat,
         overwrite=not keep_product,
+        groups=problem.groups,
     )
-    return (out.y, product if keep_product else out.z), (out.mean, out.rstd, out.hat)
+    y, z, hat = (_rows_of(t, problem.N) for t in (out.y, rows if keep_product else out.z, out.hat))
+    return (y, z), (out.mean, out.rstd, hat)
 
 
 def _linear_norm_backward(problem, saved, grads, needs):
@@ -186,27 +200,30 @@ def _linear_norm_backward(problem, saved, grads, needs):
     write_dz = need_x or need_weight or (need_residual and before)
     dx = dweight = dresidual = None
     if write_dz or need_bias or need_norm_weight or need_norm_bias:
+        width = problem.N // problem.groups
         g = norm_backward(
-            dy,
-            z if hat is None else hat,
+            _rows_of(dy, width),
+            _rows_of(z if hat is None else hat, width),
             mean,
             rstd,
             norm_weight,
-            dsum=dsum,
+            dsum=_rows_of(dsum, width),
             norm=problem.norm,
             hat=hat is not None,
             write_dz=write_dz,
             dweight=norm_weight.dtype if need_norm_weight else None,
             dbias=problem.param_dtype if need_norm_bias else None,
             dz_sum=problem.param_dtype if need_bias else None,
+            groups=problem.groups,
         )
         dbias, dnorm_weight, dnorm_bias = g.dz_sum, g.dweight, g.dbias
+        dz = _rows_of(g.dz, problem.N)
         if need_x:
-            dx = torch.mm(g.dz, weight.to(dy.dtype))
+            dx = torch.mm(dz, weight.to(dy.dtype))
         if need_weight:
-            dweight = weight_gradient(g.dz, x, weight)
+            dweight = weight_gradient(dz, x, weight)
         if need_residual and before:
-            dresidual = g.dz
+            dresidual = dz
     else:
         dbias = dnorm_weight = dnorm_bias = None
     if need_residual and not before:

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from recsys_norm.models.config import EventConfig, ModelConfig
 from recsys_norm.nn import LinearNorm, LinearNormLinear, NormAttention, NormLinear, RMSNorm
+from recsys_norm.nn.linear import linear_norm_side_by_side
 
 
 def mix(weight_mn: Tensor, x_BnD: Tensor) -> Tensor:
@@ -170,14 +171,12 @@ class TransformerBlock(nn.Module):
 
 
 class WukongExpert(nn.Module):
-    """[B, n, D] -> [B, n, D]:
-
-    FMB = reshape(MLP(LN(flatten(X (X^T P)))));  LCB = W_L X;  out = LN([FMB | LCB] + X W_res)
-    """
+    """The parameters of one expert, and its factorization tokens (see Experts)."""
 
     def __init__(self, config: ModelConfig, n: int, how: dict):
         super().__init__()
         D, h = config.dim, config.mlp_dim
+        self.fmb_tokens = config.fmb_tokens
         self.p = normal(config.fmb_rank, n, fan_in=n)
         self.fmb_in = NormLinear(n * config.fmb_rank, h, norm="layer", **how["linear"])
         self.fmb_out = LinearNormLinear(h, h, config.fmb_tokens * D, norm="layer", activation="gelu", **how["linear"])
@@ -185,8 +184,34 @@ class WukongExpert(nn.Module):
         self.out = LinearNorm(D, D, norm="layer", residual_position="before", **how["linear"])
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
-    def forward(self, x_BnD: Tensor) -> Tensor:
-        interactions = torch.bmm(x_BnD, mix(self.p, x_BnD).mT)
-        fmb = self.fmb_out(self.dropout(F.gelu(self.fmb_in(interactions.flatten(1)))))
-        tokens = torch.cat([fmb.unflatten(1, (-1, x_BnD.shape[2])), mix(self.lcb, x_BnD)], 1)
-        return self.out(x_BnD, residual=tokens)
+    def forward(self, interactions_Bnr: Tensor) -> Tensor:
+        """X (X^T P) -> FMB: [B, n, r] -> [B, fmb_tokens, D]"""
+        hidden = self.dropout(F.gelu(self.fmb_in(interactions_Bnr.flatten(1))))
+        return self.fmb_out(hidden).unflatten(1, (self.fmb_tokens, -1))
+
+
+class Experts(nn.Module):
+    """The global interaction: Wukong experts in parallel, [B, n, D] -> [B, n * experts, D]. Each of them:
+
+        FMB = reshape(MLP(LN(flatten(X (X^T P)))));  LCB = W_L X;  out = LN([FMB | LCB] + X W_res)
+
+    They read the same X, so each product is one for all of them, and their tokens alternate in the result: token i of
+    every expert, then token i + 1. (No ModuleList, which FSDP2 of torch 2.11 refuses to shard even with a forward.)
+    """
+
+    def __init__(self, count: int, config: ModelConfig, n: int, how: dict):
+        super().__init__()
+        for index in range(count):
+            self.add_module(str(index), WukongExpert(config, n, how))
+
+    def forward(self, *tokens: Tensor) -> Tensor:
+        """The tokens of [X_sum | Y_1 | Y_2 ..] to those of the next X."""
+        x, experts = torch.cat(tokens, 1), list(self.children())
+        mixed = mix(torch.cat([expert.p for expert in experts]), x)
+        interactions = torch.bmm(x, mixed.mT).chunk(len(experts), 2)
+        fmb = torch.stack([expert(part) for expert, part in zip(experts, interactions)], 2)
+        lcb = mix(torch.stack([expert.lcb for expert in experts], 1).flatten(0, 1), x)
+        residual = torch.cat([fmb.flatten(1, 2), lcb], 1)
+        B, n, D = x.shape
+        out = linear_norm_side_by_side([expert.out for expert in experts], x, residual.view(B, n, len(experts) * D))
+        return out.view(residual.shape)

@@ -13,7 +13,6 @@ Source: Kunlun (arXiv 2602.10016); InterFormer for weight generation, Wukong for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys_norm.data.schema import Schema
-from recsys_norm.models.blocks import GatedTokenLinear, TransformerBlock, WukongExpert, uniform_offsets
+from recsys_norm.models.blocks import Experts, GatedTokenLinear, TransformerBlock, uniform_offsets
 from recsys_norm.models.config import EventConfig, ModelConfig, as_model_config, check_events
 from recsys_norm.models.sparse import EventInputs, SparseArch
 from recsys_norm.models.tokens import ContextTokens, EventTokens
@@ -167,7 +166,7 @@ class Layer(nn.Module):
         self.blocks = nn.ModuleDict({name: TransformerBlock(config, deep[name], layer, how) for name in deep})
         self.n_in = config.n_sum + len(sizes) * config.n_summary
         self.n_out = config.experts * self.n_in
-        self.experts = Experts(WukongExpert(config, self.n_in, how) for _ in range(config.experts))
+        self.experts = Experts(config.experts, config, self.n_in, how)
 
     def forward(self, x, sequences, summaries, offsets, sum_offsets, seed_offsets) -> tuple[Tensor, dict, dict]:
         sequences, summaries = dict(sequences), dict(summaries)
@@ -176,22 +175,6 @@ class Layer(nn.Module):
             state = sequences[name], summaries[name]
             sequences[name], summaries[name] = block(*state, offsets[name], x_sum, sum_offsets, seed_offsets)
         return self.experts(x_sum, *summaries.values()), sequences, summaries
-
-
-class Experts(nn.Module):
-    """The global interaction: every expert on the tokens of [X_sum | Y_1 | Y_2 ..], their outputs side by side.
-
-    No ModuleList, which FSDP2 of torch 2.11 refuses to shard even if it has a forward of its own.
-    """
-
-    def __init__(self, experts: Iterable[nn.Module]):
-        super().__init__()
-        for index, expert in enumerate(experts):
-            self.add_module(str(index), expert)
-
-    def forward(self, *tokens: Tensor) -> Tensor:
-        x = torch.cat(tokens, 1)
-        return torch.cat([expert(x) for expert in self.children()], 1)
 
 
 class Head(nn.Module):

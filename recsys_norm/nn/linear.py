@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -161,6 +162,23 @@ class LinearNorm(_Fused):
             residual=residual, residual_position=self.residual_position, return_sum=return_sum
         )
         return ops.linear_norm(x, self.weight, self.bias, **options, **self._norm_options())
+
+
+def linear_norm_side_by_side(modules: Sequence[LinearNorm], x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The results of LinearNorms that read the same x, side by side in the last dimension: one GEMM and one pass of the
+    norm for all of them. `modules` are equal but for the values of their parameters. x: `[.., in_features]`; residual and
+    the result: `[.., len(modules) * out_features]`."""
+    first = modules[0]
+    options = first._norm_options() | dict(residual_position=first.residual_position, groups=len(modules))
+    names = ("weight", "bias", "norm_weight", "norm_bias")
+    parameters = {name: _side_by_side([getattr(module, name) for module in modules]) for name in names}
+    y: Any = ops.linear_norm(x, residual=residual, **options | parameters)
+    return y
+
+
+def _side_by_side(parameters: Sequence[Tensor | None]) -> Any:
+    given = [p for p in parameters if p is not None]
+    return None if not given else given[0] if len(given) == 1 else torch.cat(given)
 
 
 class LinearNormLinear(_Fused):

@@ -41,11 +41,23 @@ def norm(x, norm_weight, norm_bias, residual, *, norm, eps, return_sum):
     return (y, z) if return_sum else y
 
 
+def parts(t: Tensor | None, groups: int, dim: int) -> tuple[Tensor | None, ...]:
+    return (None,) * groups if t is None else t.chunk(groups, dim)
+
+
 def norm_linear(x, weight, bias, norm_weight, norm_bias, *, norm, eps):
     return linear(normalize(x, norm, norm_weight, norm_bias, eps), weight, bias)
 
 
-def linear_norm(x, weight, bias, norm_weight, norm_bias, residual, *, norm, eps, residual_position, return_sum):
+def linear_norm(
+    x, weight, bias, norm_weight, norm_bias, residual, *, norm, eps, residual_position, return_sum, groups=1
+):
+    if groups > 1:
+        parameters = (parts(t, groups, 0) for t in (weight, bias, norm_weight, norm_bias))
+        each = zip(*parameters, parts(residual, groups, -1), strict=True)
+        options = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
+        results = [linear_norm(x, *own, **options) for own in each]
+        return tuple(torch.cat(r, -1) for r in zip(*results)) if return_sum else torch.cat(results, -1)
     z = linear(x, weight, bias)
     if residual is not None and residual_position == "before":
         z = z + residual

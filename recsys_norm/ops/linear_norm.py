@@ -3,7 +3,8 @@
 Technique tensors: forward `(x_MK, weight_NK, bias_N, norm_weight_N, norm_bias_N, residual_MN) ->
 (y_MN, z_MN), (mean_M, rstd_M, zhat_MN)`; backward saved `(x, weight, norm_weight, mean, rstd, hat, z)`, grads `(dy, dz)`,
 needs and grads in the order of the forward's tensors. z is the un-normalised sum, given only where it is returned (then
-`hat` is None and is made from z); zhat is stored only where `stores_hat` says so, else `hat` is y itself.
+`hat` is None and is made from z); zhat is stored only where `stores_hat` says so, else `hat` is y itself. With G =
+`problem.groups` above 1, mean and rstd are [M * G].
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def linear_norm(
     residual: Tensor | None = None,
     residual_position: str = "after",
     return_sum: bool = False,
+    groups: int = 1,
     backend: str = "fused",
     technique: str | None = None,
     on_unsupported: str = "raise",
@@ -62,6 +64,8 @@ def linear_norm(
         residual: `[..., N]` in x's dtype.
         residual_position: "before" or "after" the norm.
         return_sum: with a residual before (or none), also return z, with gradients for both.
+        groups: normalise that many equal parts of the N out-features each by itself: linears that read the same x, and
+            the norms behind them, in one call (norm_weight and norm_bias are side by side, too).
         backend, technique, on_unsupported: see `recsys_norm.ops`.
     Returns:
         y `[..., N]` in x's dtype, or (y, z). The backward may read y: do not modify it in place.
@@ -78,6 +82,8 @@ def linear_norm(
     x, residual = inputs.autocast(x, residual)
     inputs.check_features(op, x, weight)
     N, K = weight.shape
+    if groups < 1 or N % groups:
+        raise ValueError(f"{op}: groups={groups} do not divide the {N} out-features; every group has equally many")
     parameters = {"weight": weight, "bias": bias, "norm_weight": norm_weight, "norm_bias": norm_bias}
     inputs.check_dtypes(op, x, {"residual": residual}, parameters)
     for name in ("bias", "norm_weight", "norm_bias"):
@@ -91,7 +97,9 @@ def linear_norm(
             return (z, z) if return_sum else z
         if backend in ("unfused", "compiled"):
             count(op, backend)
-            options = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
+            options = dict(
+                norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum, groups=groups
+            )
             args = (x, weight, bias, norm_weight, norm_bias, residual)
             return composite.run(backend, composite.linear_norm, *args, **options)
         flat = None if residual is None else residual.reshape(-1, N)
@@ -100,27 +108,27 @@ def linear_norm(
         affine = norm_weight is not None or norm_bias is not None
         keep = return_sum
         if position != "before" and stores_hat(training, affine, position, return_sum):
-            keep = _product_is_written(norm, x.dtype, K, N, affine, x.device, backend, technique)
+            keep = _product_is_written(norm, x.dtype, K, N, affine, groups, x.device, backend, technique)
             technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
-        y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, training, *policy)
+        y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, groups, training, *policy)
         y = y.view(*x.shape[:-1], N)
         return (y, z.view(y.shape)) if return_sum else y
 
 
 @torch.compiler.assume_constant_result
-def _product_is_written(norm, dtype, K, N, affine, device, backend, technique) -> bool:
+def _product_is_written(norm, dtype, K, N, affine, groups, device, backend, technique) -> bool:
     """Whether the technique for a large number of rows is `separate`, whose GEMM leaves z in memory: keeping that for the
     backward then costs less than writing zhat."""
     if device.type != "cuda" or backend != "fused" or technique is not None:
         return device.type == "cuda" and technique in ("separate", "triton/separate")
     fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
     where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
-    problem = Problem(**fields, affine=affine, training=True, **where)
+    problem = Problem(**fields, affine=affine, groups=groups, training=True, **where)
     return choose(problem).name == "separate"
 
 
-def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, return_sum, training):
+def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, return_sum, groups, training):
     return make_problem(
         "linear_norm",
         x,
@@ -133,6 +141,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, retur
         bias=bias is not None,
         residual=position,
         return_sum=return_sum,
+        groups=groups,
         training=training,
     )
 
@@ -149,6 +158,7 @@ def _forward_op(
     eps: float | None,
     position: str | None,
     return_sum: bool,
+    groups: int,
     training: bool,
     backend: str,
     technique: str,
@@ -156,21 +166,23 @@ def _forward_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     tensors = (x, weight, bias, norm_weight, norm_bias, residual)
     if x.shape[0] == 0:
-        options = (norm, eps, position, return_sum, training, backend, technique, on_unsupported)
+        options = (norm, eps, position, return_sum, groups, training, backend, technique, on_unsupported)
         return _fake(*tensors, *options)
     x, weight = inputs.rows(x), weight.contiguous()
     residual = None if residual is None else inputs.rows(residual)
     parameters = (weight, bias, norm_weight, norm_bias)
-    problem = _problem(x, *parameters, norm, eps, position, return_sum, training)
+    problem = _problem(x, *parameters, norm, eps, position, return_sum, groups, training)
     chosen = select(problem, backend, technique or None, on_unsupported)
     (y, z), (mean, rstd, zhat) = chosen.forward(problem, x, *parameters, residual)
     return y, stand_in(z, x), stand_in(mean, rstd), rstd, stand_in(zhat, x)
 
 
 @_forward_op.register_fake
-def _fake(x, weight, bias, norm_weight, norm_bias, residual, norm, eps, position, return_sum, training, *policy):
+def _fake(
+    x, weight, bias, norm_weight, norm_bias, residual, norm, eps, position, return_sum, groups, training, *policy
+):
     y = x.new_empty(x.shape[0], weight.shape[0])
-    rstd = x.new_empty(x.shape[0], dtype=torch.float32)
+    rstd = x.new_empty(x.shape[0] * groups, dtype=torch.float32)
     hat = stores_hat(training, norm_weight is not None or norm_bias is not None, position, return_sum)
     return (
         y,
@@ -198,6 +210,7 @@ def _backward_op(
     eps: float | None,
     position: str | None,
     needs: list[bool],
+    groups: int,
     backend: str,
     technique: str,
     on_unsupported: str,
@@ -207,7 +220,7 @@ def _backward_op(
         return zero_gradients(likes, needs, x)
     x, weight, dy = inputs.rows(x), weight.contiguous(), inputs.rows(dy)
     dz = None if dz is None else inputs.rows(dz)
-    problem = _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, z is not None, True)
+    problem = _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, z is not None, groups, True)
     chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     saved = (x, weight, norm_weight, present(mean), rstd, hat, z)
     return gradients(chosen.backward(problem, saved, (dy, dz), tuple(needs)), likes, x)
@@ -219,9 +232,8 @@ def _backward_fake(dy, dz, x, weight, bias, norm_weight, norm_bias, mean, rstd, 
 
 
 def _setup(ctx, inputs, output):
-    x, weight, bias, norm_weight, norm_bias, _, ctx.norm, ctx.eps, ctx.position, return_sum, training, *ctx.policy = (
-        inputs
-    )
+    x, weight, bias, norm_weight, norm_bias, _, ctx.norm, ctx.eps, ctx.position, return_sum, *rest = inputs
+    ctx.groups, training, *ctx.policy = rest
     y, z, mean, rstd, zhat = output
     ctx.mark_non_differentiable(mean, rstd, zhat)
     ctx.set_materialize_grads(False)  # z may be kept for the backward alone
@@ -238,11 +250,11 @@ def _backward(ctx, dy, dz, _dmean, _drstd, _dhat):
     dy = torch.zeros_like(dz) if dy is None else dy
     if needs[5] and ctx.position == "after":  # the residual's gradient is dy itself
         needs = (*needs[:5], False)
-    options = (ctx.norm, ctx.eps, ctx.position, list(needs), *ctx.policy)
+    options = (ctx.norm, ctx.eps, ctx.position, list(needs), ctx.groups, *ctx.policy)
     grads = list(needed(_backward_op(dy, dz, *ctx.saved_tensors, *options), needs))
     if ctx.needs_input_grad[5] and ctx.position == "after":
         grads[5] = dy
-    return (*grads, *(None,) * 8)
+    return (*grads, *(None,) * 9)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

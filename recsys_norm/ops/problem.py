@@ -57,6 +57,7 @@ class Problem:
     activation: str | None = None
     residual: str | None = None  # None | "before" | "after"
     return_sum: bool = False
+    groups: int = 1  # of `linear_norm`: how many norms share the N out-features
     training: bool = False
     strides: tuple[int, ...] = ()
     device: str = "cpu"
@@ -92,6 +93,9 @@ class Technique(Protocol):
     A technique of norm_linear or norm_attention may set `adds_gradient = True`. Where its first tensor feeds a residual
     stream, `grads` then has a second entry, of that tensor's shape, which its gradient is to contain: added in fp32 before
     the one rounding. For a technique without the attribute the op adds afterwards, in a pass of its own.
+
+    A technique of linear_norm may set `takes_groups = True`: then it can run problems with `groups` above 1, for which
+    the saved mean and rstd are `[M * groups]`, row by row.
 
     A technique of norm_linear may set `takes_pieces = True`. Its dy may then be a tuple of matrices of one width that stand
     side by side, as the gradients of q, k and v do; for the others the op puts them together.

@@ -100,13 +100,19 @@ def _candidates_of(problem: Problem, direction: str) -> tuple[tuple[Technique, .
         return (), (f"its kernels need a CUDA device and the tensors are on {problem.device}",)
     kernels = [t for t in techniques(problem.op) if t.provider != "torch"]
     for technique in sorted(kernels, key=lambda t: _rank(t, problem, direction)):
-        reason = technique.why_not(problem)
+        reason = _no_groups(technique, problem) or technique.why_not(problem)
         if reason is None:
             able.append(technique)
         else:
             reasons.append(f"{technique.name}: {reason}")
     reasons += [f"kernels.{name} could not be imported: {why}" for name, why in _missing.items()]
     return tuple(able), tuple(reasons) or (f"no kernel for {problem.op} is installed",)
+
+
+def _no_groups(technique: Technique, problem: Problem) -> str | None:
+    if problem.groups == 1 or getattr(technique, "takes_groups", False):
+        return None
+    return f"it normalises whole rows, not {problem.groups} groups of features; use technique='separate'"
 
 
 def _plain(problem: Problem) -> Technique:

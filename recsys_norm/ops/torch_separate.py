@@ -53,6 +53,11 @@ def norm_backward(dy: Tensor, xhat: Tensor, rstd: Tensor, weight: Tensor | None,
     return rstd[..., None] * inner
 
 
+def in_groups(t: Tensor | None, groups: int) -> Tensor | None:
+    """[.., N] -> [.., groups, N / groups]"""
+    return None if t is None else t.unflatten(-1, (groups, -1))
+
+
 def weight_gradient(dy: Tensor, x: Tensor, like: Tensor) -> Tensor:
     """dy^T x, accumulated and returned in the weight's dtype."""
     if like.dtype != x.dtype:
@@ -121,32 +126,42 @@ class NormLinear(_Plain):
 
 
 class LinearNorm(_Plain):
+    """Rows are [M, groups, N / groups] here, statistics [M * groups] outside."""
+
+    takes_groups = True
+
     def forward(self, problem, x, weight, bias, norm_weight, norm_bias, residual):
         z = linear(x, weight, bias)
         if problem.residual == "before":
             z = z + residual
-        mean, rstd = statistics(z, problem.norm, problem.eps)
-        zhat = standardize(z, mean, rstd)
-        y = affine(zhat, norm_weight, norm_bias)
+        grouped = functools.partial(in_groups, groups=problem.groups)
+        mean, rstd = statistics(grouped(z), problem.norm, problem.eps)
+        zhat = standardize(grouped(z), mean, rstd)
+        y = affine(zhat, grouped(norm_weight), grouped(norm_bias)).flatten(1)
         if problem.residual == "after":
             y = y + residual.float()
         keep = problem.stores_hat
-        return (y.to(x.dtype), z if problem.return_sum else None), (mean, rstd, zhat.to(x.dtype) if keep else None)
+        hat = zhat.flatten(1).to(x.dtype) if keep else None
+        mean = None if mean is None else mean.flatten()
+        return (y.to(x.dtype), z if problem.return_sum else None), (mean, rstd.flatten(), hat)
 
     def backward(self, problem, saved, grads, needs):
         x, weight, norm_weight, mean, rstd, hat, z = saved
         dy, dsum = grads
-        zhat = standardize(z, mean, rstd) if hat is None else hat.float()
+        grouped = functools.partial(in_groups, groups=problem.groups)
+        rstd = rstd.view(len(x), problem.groups)
+        mean = None if mean is None else mean.view(rstd.shape)
+        zhat = standardize(grouped(z), mean, rstd) if hat is None else grouped(hat).float()
         dx = dweight = dbias = dnorm_weight = dnorm_bias = dresidual = None
         if needs[3]:
-            dnorm_weight = column_sum(dy.float() * zhat, norm_weight)
+            dnorm_weight = column_sum(dy.float() * zhat.flatten(1), norm_weight)
         if needs[4]:
             dnorm_bias = dy.float().sum(0).to(problem.param_dtype)
         before = problem.residual == "before"
         if needs[5] and not before:
             dresidual = dy
         if needs[0] or needs[1] or needs[2] or (needs[5] and before):
-            dz = norm_backward(dy, zhat, rstd, norm_weight, problem.norm)
+            dz = norm_backward(grouped(dy), zhat, rstd, grouped(norm_weight), problem.norm).flatten(1)
             dz32 = dz if dsum is None else dz + dsum.float()
             dz = dz32.to(x.dtype)
             if needs[0]:

@@ -73,6 +73,16 @@ def test_ops(op, dtype, param_dtype, norm):
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("position,return_sum", [(None, False), ("after", False), ("before", False), ("before", True)])
+@pytest.mark.parametrize("groups,width,dtype", [(2, 512, BF16), (4, 1024, BF16), (3, 384, FP16), (5, 17, FP32)])
+def test_groups(norm, position, return_sum, groups, width, dtype):
+    options = {"groups": groups, "return_sum": return_sum, "residual_position": position or "after"}
+    for M, affine in ((3000, True), (7, False)):
+        shape = dict(M=M, K=264, N=groups * width, affine=affine, dtype=dtype)
+        run("linear_norm", norm, options, residual=position is not None, **shape)
+
+
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("position,return_sum", [("after", False), ("before", False), ("before", True)])
 def test_residual_and_returned_sum(norm, dtype, position, return_sum):

@@ -80,6 +80,25 @@ def test_residual_and_returned_sum(kernels_serve, norm, affine, position, return
     run("linear_norm", norm, options, residual=True, affine=affine, M=9, K=16, N=40)
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("position,return_sum", [(None, False), ("after", False), ("before", True)])
+@pytest.mark.parametrize("groups,width", [(2, 40), (3, 64), (4, 17)])
+def test_groups(kernels_serve, norm, position, return_sum, groups, width):
+    options = {"groups": groups, "return_sum": return_sum, "residual_position": position or "after"}
+    for M, affine in ((70, True), (3, False)):  # 70 rows take several turns of the backward's grid
+        shape = dict(M=M, K=16, N=groups * width, affine=affine, dtype=torch.float16)
+        run("linear_norm", norm, options, residual=position is not None, **shape)
+
+
+def test_groups_keep_to_rows_in_registers():
+    problem = dict(op="linear_norm", norm="rms", M=512, K=512, dtype=torch.float16, param_dtype=torch.float16, eps=1e-5)
+    problem |= dict(device="cuda", arch=90, triton_version=(3, 6))
+    assert SEPARATE.why_not(Problem(**problem, N=2 * 4096, groups=2)) is None
+    assert "at most 4096 features and these are 4104" in SEPARATE.why_not(Problem(**problem, N=2 * 4104, groups=2))
+    able, reasons = registry._candidates(Problem(**problem, N=1024, groups=2), "forward")
+    assert [t.name for t in able] == ["separate"] and any("not 2 groups of features" in reason for reason in reasons)
+
+
 @pytest.mark.parametrize(
     "activation", ["identity", "relu", "relu2", "leaky_relu", "gelu", "gelu_tanh", "silu", "hardswish"]
 )

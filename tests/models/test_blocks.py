@@ -125,20 +125,26 @@ def test_gated_token_linear():
     torch.testing.assert_close(block(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_wukong_expert():
+@pytest.mark.parametrize("count", [1, 3])
+def test_wukong_experts_stand_token_by_token(count):
     config = make_config()
-    block = randomized(blocks.WukongExpert(config, 8, HOW))
-    x, expected = torch.randn(B, 8, 16), []
-    for row in x:
-        fm = row @ (row.T @ block.p.T)  # [n, rank]
-        hidden = F.gelu(norm_linear(block.fmb_in, fm.flatten()))
-        out = block.fmb_out
-        hidden = F.linear(hidden, out.weight1, out.bias1)
-        hidden = F.gelu(F.layer_norm(hidden, hidden.shape, out.norm_weight, out.norm_bias, 1e-5))
-        fmb = F.linear(hidden, out.weight2, out.bias2).view(config.fmb_tokens, 16)
-        z = torch.cat([fmb, block.lcb @ row]) + F.linear(row, block.out.weight, block.out.bias)
-        expected.append(F.layer_norm(z, (16,), block.out.norm_weight, block.out.norm_bias, 1e-5))
-    torch.testing.assert_close(block(x), torch.stack(expected), rtol=1e-4, atol=1e-5)
+    experts = randomized(blocks.Experts(count, config, 8, HOW))
+    x = torch.randn(B, 8, 16)
+    expected = [[one_expert(expert, config, row) for expert in experts.children()] for row in x]
+    expected = torch.stack([torch.stack(of_row, 1).flatten(0, 1) for of_row in expected])
+    assert expected.shape == (B, 8 * count, 16)
+    torch.testing.assert_close(experts(x[:, :5], x[:, 5:]), expected, rtol=1e-4, atol=1e-5)
+
+
+def one_expert(block, config, row):
+    fm = row @ (row.T @ block.p.T)  # [n, rank]
+    hidden = F.gelu(norm_linear(block.fmb_in, fm.flatten()))
+    out = block.fmb_out
+    hidden = F.linear(hidden, out.weight1, out.bias1)
+    hidden = F.gelu(F.layer_norm(hidden, hidden.shape, out.norm_weight, out.norm_bias, 1e-5))
+    fmb = F.linear(hidden, out.weight2, out.bias2).view(config.fmb_tokens, 16)
+    z = torch.cat([fmb, block.lcb @ row]) + F.linear(row, block.out.weight, block.out.bias)
+    return F.layer_norm(z, (16,), block.out.norm_weight, block.out.norm_bias, 1e-5)
 
 
 @pytest.mark.parametrize(

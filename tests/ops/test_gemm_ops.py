@@ -38,6 +38,32 @@ def test_linear_norm_residuals(norm, position, return_sum, affine, dtype):
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("position,return_sum", [(None, False), ("after", False), ("before", True)])
+def test_linear_norm_in_groups(norm, position, return_sum):
+    """Each group is what a linear_norm of its own would give."""
+    options = {"groups": 3, "return_sum": return_sum, "residual_position": position or "after"}
+    for affine, dtype in ((True, torch.float32), (False, torch.bfloat16)):
+        tensors = tensors_for("linear_norm", norm=norm, N=24, residual=position is not None, affine=affine, dtype=dtype)
+        check_op("linear_norm", tensors, {"norm": norm, **options}, FORCED)
+    tensors = tensors_for("linear_norm", norm=norm, N=24, residual=position is not None)
+    whole = ops.linear_norm(**tensors, norm=norm, **options, technique="separate")
+    for group in range(3):
+        part = slice(8 * group, 8 * group + 8)
+        own = {
+            n: t if n == "x" or t is None else t[..., part] if n == "residual" else t[part] for n, t in tensors.items()
+        }
+        alone = ops.linear_norm(**own, norm=norm, **(options | {"groups": 1}), technique="separate")
+        for mine, theirs in zip(*((t if return_sum else (t,)) for t in (whole, alone)), strict=True):
+            torch.testing.assert_close(mine[..., part], theirs)
+
+
+@pytest.mark.parametrize("groups", [0, 5])
+def test_groups_divide_the_features(groups):
+    with pytest.raises(ValueError, match=f"groups={groups} do not divide the 24 out-features"):
+        ops.linear_norm(torch.ones(2, 8), torch.ones(24, 8), norm="rms", groups=groups, technique="separate")
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("return_sum", [False, True])
 def test_norm_residual(norm, return_sum):
     run("norm", norm, {"return_sum": return_sum}, FORCED, residual=True)

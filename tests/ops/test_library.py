@@ -24,9 +24,9 @@ def test_opcheck(norm):
     torch.library.opcheck(library.norm.default, args)
     t = tensors_for("norm_linear", norm=norm)
     torch.library.opcheck(library.norm_linear.default, (*t.values(), norm, 1e-5, True, *POLICY))
-    t = tensors_for("linear_norm", norm=norm, residual=True)
-    for position, return_sum in (("before", True), ("after", False)):
-        options = (norm, 1e-5, position, return_sum, True, *POLICY)
+    t = tensors_for("linear_norm", norm=norm, residual=True, N=24)
+    for position, return_sum, groups in (("before", True, 1), ("after", False, 3)):
+        options = (norm, 1e-5, position, return_sum, groups, True, *POLICY)
         torch.library.opcheck(library.linear_norm.default, (*t.values(), *options))
     t = tensors_for("linear_norm_linear", norm=norm)
     torch.library.opcheck(library.linear_norm_linear.default, (*t.values(), norm, 1e-5, "gelu", True, *POLICY))
