@@ -3,6 +3,9 @@
     python benchmarks/gdpa.py                  the shipped configurations at all shapes
     python benchmarks/gdpa.py --sweep          also other block sizes, at three of the shapes
     python benchmarks/gdpa.py --json FILE      one JSON object per line in FILE, too
+    python benchmarks/gdpa.py --activation A   another activation than gelu_tanh
+
+On Hopper the backward that is shipped is a kernel of its own; "triton" is the one-pass kernel of the other GPUs.
 
 No time is printed for a result that fails the tolerance rule or that differs between two runs. A time is the median over
 launches that are interleaved with those of the other candidates of the shape.
@@ -72,7 +75,8 @@ SWEPT = (Shape(768, 2, 512), Shape(768, 4, 2000), PFFN)
 class Data:
     """Random tensors of one shape and the launch's description."""
 
-    def __init__(self, shape: Shape, seed: int = 0):
+    def __init__(self, shape: Shape, activation: str = ACTIVATION, seed: int = 0):
+        self.activation = activation
         g = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, shape.longest + 1, (shape.batch,), generator=g)
         if shape.tokens is not None:  # steps of one token until the sum fits
@@ -88,7 +92,7 @@ class Data:
             return torch.randn(rows, shape.heads, WIDTH, device="cuda", dtype=torch.bfloat16)
 
         self.q, self.k, self.v, self.grad = randn(T), randn(U), randn(U), randn(T)
-        runs = [(0, shape.heads, get(ACTIVATION).code)]
+        runs = [(0, shape.heads, get(activation).code)]
         self.spec = launch.Spec(max(self.lengths), KEYS, runs, 1 / shape.longest, None, None)
         self.arguments = (self.q, self.k, self.v, self.q_offsets, self.k_offsets)
         row = shape.heads * WIDTH
@@ -122,7 +126,7 @@ class Data:
 
     def _loop(self, rows: slice, keys: slice, dtype: torch.dtype) -> dict[str, Tensor]:
         q, k, v = (t.to(dtype).detach().requires_grad_() for t in (self.q[rows], self.k[keys], self.v[keys]))
-        options = dict(activations=(ACTIVATION,), softmax=False, scale=self.spec.scale, causal=False, window=None)
+        options = dict(activations=(self.activation,), softmax=False, scale=self.spec.scale, causal=False, window=None)
         o = attention_one(q, k, v, **options)
         grads = torch.autograd.grad(o, (q, k, v), self.grad[rows].to(dtype))
         return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *grads)))
@@ -145,12 +149,14 @@ class Data:
         }
 
 
-def measure(shape: Shape, sweep: bool) -> list[dict[str, Any]]:
-    data, records = Data(shape), []
+def measure(shape: Shape, sweep: bool, activation: str) -> list[dict[str, Any]]:
+    data, records = Data(shape, activation), []
     flash = data.flash()
     for direction, variants in (("forward", FORWARD_SWEEP), ("backward", BACKWARD_SWEEP)):
         run = getattr(data, direction)
         candidates: dict[str, Callable[[], Any]] = {"shipped": run}
+        if direction == "backward":
+            candidates["triton"] = lambda run=run: run(None, 1)
         if sweep:
             for config, programs in variants:
                 name = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} p{programs}"
@@ -185,12 +191,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true", help="also other block sizes, at three of the shapes")
     parser.add_argument("--json", help="file for one JSON object per line")
+    parser.add_argument("--activation", default=ACTIVATION, help=f"instead of {ACTIVATION}")
     arguments = parser.parse_args()
     began = time.time()
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     sink = open(arguments.json, "w") if arguments.json else None
     for shape in [*SWEPT, *(s for s in SHAPES if s not in SWEPT)]:
-        for record in measure(shape, arguments.sweep and shape in SWEPT):
+        for record in measure(shape, arguments.sweep and shape in SWEPT, arguments.activation):
             print(" ".join(f"{k}={v}" for k, v in record.items()), flush=True)
             if sink:
                 print(json.dumps(record), file=sink, flush=True)

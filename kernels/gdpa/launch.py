@@ -20,6 +20,7 @@ from recsys_norm.kernels.gdpa import configs
 from recsys_norm.kernels.gdpa import forward as forward_kernels
 from recsys_norm.kernels.gdpa import slack as slack_kernels
 from recsys_norm.kernels.gdpa.configs import Config
+from recsys_norm.kernels.hopper import gdpa_backward as hopper
 
 FAR = 1 << 30  # a window bound that no pair of positions reaches
 _MAX_GRID = (1 << 31) - 1
@@ -109,7 +110,7 @@ def _constants(q: Tensor, config: Config, code: int, spec: Spec, vector: int) ->
     }
 
 
-def _strides(vector: int, *tensors: Tensor) -> list[int]:
+def strides(vector: int, *tensors: Tensor) -> list[int]:
     return [stride // vector for t in tensors for stride in (t.stride(0), t.stride(1))]
 
 
@@ -165,7 +166,7 @@ def forward(
                 blocks = programs or program_count(blocks, batch * heads, 2 * sms)
             tensors = _heads(first, end, q, k, v, out)
             kernel[grid_of(batch * heads * blocks)](
-                *tensors, q_offsets, k_offsets, *_strides(vector, *tensors),
+                *tensors, q_offsets, k_offsets, *strides(vector, *tensors),
                 batch, heads, blocks, q.shape[0], d // vector, *spec.scalars,
                 **_constants(q, config, code, spec, vector),
             )  # fmt: skip
@@ -184,19 +185,23 @@ def backward(
     config: Config | None = None,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv). `config` and `splits` override what is shipped for the one-pass kernel, for tuning."""
+    """(dq, dk, dv), on Hopper by a kernel of its own where that takes the tensors. `config` and `splits` override what is
+    shipped for the one-pass kernel of this package, for tuning."""
     check_supported(q)
     dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
     if q_offsets.numel() == 1 or q.numel() + k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    arch = device_of(q)[0]
+    arch, batch = device_of(q)[0], q_offsets.numel() - 1
     resident = configs.resident_block("backward", arch, q.shape[2], q.element_size(), spec.max_k_len)
+    special = config is None and splits is None and q.is_cuda and len(spec.runs) == 1 and not spec.masked
     if resident:
         config = config or configs.backward_resident(arch, q.shape[2], resident)
     with on_device(q):
         for first, end, code in spec.runs:
             tensors = _heads(first, end, q, k, v, grad, dq, dk, dv)
-            if resident:
+            if special and hopper.fits(tensors[:4], batch, code, spec.max_k_len, arch):
+                hopper.backward(tensors, q_offsets, k_offsets, code, spec.max_k_len, spec.scale)
+            elif resident:
                 _backward_resident(tensors, q_offsets, k_offsets, spec, code, config, splits)
             else:
                 _backward_streamed(tensors, q_offsets, k_offsets, spec, code)
@@ -209,7 +214,7 @@ def _launch_backward(kernel, config, programs, tensors, dk_split, q_offsets, k_o
     batch, heads, d = q_offsets.numel() - 1, q.shape[1], q.shape[2]
     vector = vector_of((q, k, v, grad, dq, dk, dv), d)
     kernel[grid_of(batch * heads * programs)](
-        q, k, v, grad, dq, dk, dv, q_offsets, k_offsets, *_strides(vector, q, k, v, grad, dq, dk), dk_split,
+        q, k, v, grad, dq, dk, dv, q_offsets, k_offsets, *strides(vector, q, k, v, grad, dq, dk), dk_split,
         batch, heads, programs, q.shape[0], k.shape[0], d // vector, *spec.scalars,
         **_constants(q, config, code, spec, vector),
     )  # fmt: skip

@@ -22,7 +22,8 @@ ALL_COLUMNS = 1 << 30
 def tma_ready(t: Tensor) -> Tensor:
     """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
     fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
-    return aligned(t) if fits else aligned(t.contiguous())
+    # Not contiguous(): it leaves the stride of a single row as it is.
+    return aligned(t) if fits else t.clone(memory_format=torch.contiguous_format)
 
 
 def fits_in_pieces(dy: Sequence[Tensor], K: int) -> bool:
@@ -58,17 +59,13 @@ def dx(
     delta: Tensor | None,  # [M] fp32: sum_k(g * xhat); None up to K = 512, where the kernel takes it itself
     add: Tensor | None = None,  # [M, K]
 ) -> Tensor:
-    """dx = rstd * (g - xhat * mean_k(g * xhat)) + add with g = dy W', rounded once; with delta and add, twice."""
-    form = form_of(x.shape[1], delta is None)
-    if form == "any" and add is not None:
-        # W' is multicast to two CTAs, and the second waits for its own consumers alone. With the slots of `add` there would
-        # be more in a row without a multicast than the ring holds: it could lap the first, which then waits for ever.
-        return dx(dy, folded, x, mean, rstd, delta).add_(add)
+    """dx = rstd * (g - xhat * mean_k(g * xhat)) + add with g = dy W', rounded once."""
     given, piece, N = pieces(dy)
     x = tma_ready(x)
     add = None if add is None else tma_ready(add)
     M, K = x.shape
     out = x.new_empty(M, K)
+    form = form_of(K, delta is None)
     norm, extra = "rms" if mean is None else "layer", "" if add is None else "_add"
     kernel = launch.get(f"dx_{norm}_{NAMES[x.dtype]}_{form}{extra}")
     size = kernel.entry["cluster"]

@@ -18,7 +18,12 @@ Partitions of a CTA, which works on tiles of 128 rows:
     consumers   two warpgroups of 64 rows each, which share slots but never wait for each other: one's epilogue runs
                 under the other's matrix products
 
-With MC = 2, one multicast brings W' to two CTAs that share columns.
+With MC = 2, one multicast brings W' to two CTAs that share columns. The first issues it once all four consumers have left
+the slot; the second waits for its own two, so it may be ahead of the first by the slots in a row that come without a
+multicast. If those were more than the ring has, it could leave a slot twice while the first still waits for the slot's use
+before: the parity would be back where it was, and both would wait for ever. x takes two slots, add four more, and the ring
+has four. So with add there is no multicast and no cluster: who waits for a slot then is only the loader that refills it,
+after each of its two consumers has left it once.
 
 x reaches registers as soon as it arrives, packed as it is, and its slot goes back to the loader before the epilogue. So
 192 of a thread's 240 registers hold g and x, and the epilogue works in chunks of 64 columns, which is how add comes.
@@ -564,6 +569,7 @@ def layouts(nc, mc):
 
 def variant(dtype, norm, form, add):
     nc, mc, p0, p1, slots, skew = FORMS[form]
+    mc = 1 if add else mc  # see above: MC = 2 could deadlock
     dy, w, rows = layouts(nc, mc)
     args = {f"dy{i}_desc": Tile(dtype, (64 * mc, 64), dy) for i in range(3)} | {"piece": "i32"}
     args |= {f"w{i}_desc": Tile(dtype, (64, nc * (p or p0)), w) for i, p in enumerate((p0, p1))}
@@ -581,10 +587,9 @@ def variant(dtype, norm, form, add):
 def variants():
     for dtype in ("bf16", "fp16"):
         for norm in ("rms", "layer"):
-            for form, (_, mc, *_) in FORMS.items():
+            for form in FORMS:
                 for add in (False, True):
-                    if not (add and mc > 1):
-                        yield variant(dtype, norm, form, add)
+                    yield variant(dtype, norm, form, add)
 
 
 def row_dots_variants():

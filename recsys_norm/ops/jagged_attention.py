@@ -58,9 +58,10 @@ def jagged_attention(
             longer sequences are undefined, and nothing outside the tensors is read or written.
         activation: a name of recsys_norm.ops.activations, or one per head. Not used with softmax.
         scale: inside the activation; None is 1 for GDPA and d**-0.5 for softmax.
-        implementation: "auto": on CUDA the project's Triton kernels for GDPA and torch's variable-length flash attention
-            for softmax, on the CPU PyTorch. Softmax in fp32, with d not a multiple of 8 or above 256, or causal or windowed
-            between different offset tensors, has no flash kernel and runs as "eager".
+        implementation: "auto": on CUDA the project's Triton kernels for GDPA; for softmax torch's variable-length flash
+            attention or, where they were measured to be faster, kernels of the project; on the CPU PyTorch. Softmax in
+            fp32, with d not a multiple of 8 or above 256, or causal or windowed between different offset tensors, has no
+            flash kernel and runs as "eager".
             "eager": padded PyTorch on every device, open to autograd and torch.compile (any order of derivative).
     Raises:
         TypeError: dtypes that differ or are not supported. ValueError: shapes, devices, offsets, unknown names.
@@ -149,13 +150,22 @@ def _unit_stride(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.stride(2) == 1 or t.shape[2] == 1 else t.contiguous() for t in tensors)
 
 
+def _flash_ready(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Flash attention reads 16 bytes at a time, wherever a tensor starts: one whose rows do not start there is copied."""
+    vector = 16 // tensors[0].element_size()
+    fits = (t.data_ptr() % 16 == 0 and all(s % vector == 0 for s in t.stride()[:2]) for t in tensors)
+    return tuple(t if ready else t.clone(memory_format=torch.contiguous_format) for t, ready in zip(tensors, fits))
+
+
 # ----------------------------------------------------------------------------------------------------------------- GDPA
 
 
 def _launch_spec(heads: int, max_q_len, max_k_len, activation, scale, causal, window):
+    """For the kernels; activation None is softmax."""
     from recsys_norm.kernels.gdpa.launch import Spec
 
-    runs = [(first, end, get(name).code) for first, end, name in head_runs(activation.split(","), heads)]
+    names = [] if activation is None else head_runs(activation.split(","), heads)
+    runs = [(first, end, get(name).code) for first, end, name in names]
     reach = None if window is None else window - 1
     return Spec(max_q_len, max_k_len, runs, scale, left=reach, right=0 if causal else reach)
 
@@ -267,21 +277,27 @@ def jagged_softmax(
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
     """(output, log-sum-exp [H, T] in fp32 on CUDA, empty on the CPU)."""
-    lse = torch.zeros(_lse_shape(q), dtype=torch.float32, device=q.device)
     if not q.is_cuda:
         _check_lengths(q, k, q_offsets, k_offsets, max_q_len, max_k_len)
         attention = Attention(None, scale, causal, window)
-        return jagged_torch.grouped_forward(q, k, v, q_offsets, k_offsets, attention), lse
+        out = jagged_torch.grouped_forward(q, k, v, q_offsets, k_offsets, attention)
+        return out, torch.zeros(_lse_shape(q), dtype=torch.float32, device=q.device)
     if q.numel() == 0 or k.numel() == 0 or q_offsets.numel() == 1:
+        lse = torch.zeros(_lse_shape(q), dtype=torch.float32, device=q.device)
         return torch.zeros(q.shape, dtype=q.dtype, device=q.device), lse
-    from recsys_norm.kernels.gdpa import launch
+    from recsys_norm.kernels.gdpa.launch import zero_slack
+    from recsys_norm.kernels.softmax import launch
 
+    q, k, v = _unit_stride(q, k, v)
+    spec = _launch_spec(q.shape[1], max_q_len, max_k_len, None, scale, causal, window)
+    if launch.serves(q, k, v, spec):
+        return launch.forward(q, k, v, q_offsets, k_offsets, spec)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *_unit_stride(q, k, v), *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,
+        *_flash_ready(q, k, v), *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,
         causal and window is None, False, **_flash_options(scale, causal, window),
     )  # fmt: skip
     out = out.contiguous()
-    launch.zero_slack(out, q_offsets)
+    zero_slack(out, q_offsets)
     return out, lse
 
 
@@ -314,11 +330,15 @@ def jagged_softmax_backward(
         dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         return dq, dk, dv
     from recsys_norm.kernels.gdpa import launch
+    from recsys_norm.kernels.softmax import backward_launch
 
     grad, q, k, v = _unit_stride(grad, q, k, v)
+    spec = _launch_spec(q.shape[1], max_q_len, max_k_len, None, scale, causal, window)
+    if backward_launch.serves(q, q_offsets.numel() - 1, spec):
+        return backward_launch.few_queries(grad, q, k, v, *_unit_stride(out), lse, q_offsets, k_offsets, spec)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,
+        *_flash_ready(grad, q, k, v, out), lse, *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,
         causal and window is None, no_dropout, torch.empty(0, device=q.device), **_flash_options(scale, causal, window),
     )  # fmt: skip
     dq, dk, dv = (g.contiguous() for g in grads)

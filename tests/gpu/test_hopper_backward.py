@@ -1,5 +1,7 @@
 """The Hopper backward of norm_linear on a GPU: the tolerance rule over the awkward inputs, gradients that are not
-needed, equal bits in a thousand launches, and more than 2^31 elements."""
+needed, equal bits in a thousand launches, also beside another process, and more than 2^31 elements."""
+
+import multiprocessing
 
 import pytest
 import torch
@@ -125,9 +127,10 @@ def gradients_of_x(op, tensors, norm, dy, **options):
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("M,K,N", [(300, 128, 64), (1030, 256, 256), (129, 264, 136), (4097, 384, 384), (20000, 512, 512),
-                                   (1030, 760, 264), (20000, 1024, 192), (65, 2048, 512)])  # fmt: skip
+                                   (1, 520, 8), (129, 520, 72), (1030, 760, 264), (257, 1128, 760), (20000, 1024, 192),
+                                   (65, 2048, 512), (4097, 2048, 136)])  # fmt: skip
 def test_a_gradient_of_the_residual_stream_is_added(M, K, N, dtype, norm):
-    """In the dtype's one rounding (wide rows: in two), whatever its row stride and address; without it nothing changes."""
+    """In the dtype's one rounding, whatever its row stride and address; without it nothing changes."""
     t = on_gpu(tensors_for("norm_linear", M, K, N, norm=norm, dtype=dtype, mean=1.0))
     dy = torch.randn(M, N, device="cuda").to(dtype)
     wide = torch.randn(M, 2 * K + 9, device="cuda").to(dtype)
@@ -202,6 +205,44 @@ def test_a26_a_thousand_launches_with_equal_bits(norm, M, K, N):
         for a, b in zip(run(), first):
             different += (a != b).sum()
     assert different.item() == 0
+
+
+# Ragged rows and columns, tiles of every remainder of the ring's four slots, one tile and many per CTA.
+WIDE = [(300, 520, 64), (1003, 2048, 128), (4097, 760, 264), (19217, 1024, 192), (20000, 1536, 256)]
+
+
+def meet(barrier):
+    """Start work on the GPU when the other process can, too."""
+    torch.zeros(1, device="cuda")
+    barrier.wait(60)
+
+
+def differing_elements(norm, dtype, launches):
+    """Of dx with a sum, in so many launches, from the first of them."""
+    torch.manual_seed(0)
+    different = torch.zeros((), dtype=torch.int64, device="cuda")
+    for M, K, N in WIDE:
+        dy, x, weight, gamma, beta, mean, rstd = problem(M, K, N, norm == "layer", dtype)
+        folded, _ = fold(weight, None, gamma, beta, dtype, centre=norm == "layer")
+        delta, add = torch.randn_like(rstd), torch.randn_like(x)
+        first = dgrad.dx(dy, folded, x, mean, rstd, delta, add)
+        for _ in range(launches):
+            different += (dgrad.dx(dy, folded, x, mean, rstd, delta, add) != first).sum()
+    return different.item()
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a26_wide_rows_with_a_sum_repeat_their_bits(dtype, norm):
+    assert differing_elements(norm, dtype, 300) == 0
+
+
+def test_a26_two_processes_share_a_gpu():
+    """dx of wide rows with a sum once deadlocked, as far as seen only while another process used the GPU, too."""
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(2, meet, (context.Barrier(2),)) as pool:  # leaving it ends processes that hang
+        calls = [(norm, dtype, 2000) for dtype in (BF16, FP16) for norm in NORMS]
+        assert pool.starmap_async(differing_elements, calls, chunksize=1).get(timeout=100) == [0] * 4
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])

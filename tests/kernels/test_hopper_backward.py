@@ -42,7 +42,8 @@ def test_what_it_refuses():
 def test_tma_gets_a_copy_of_what_it_cannot_read():
     wide = torch.randn(16, 40).bfloat16()
     assert tma_ready(wide[:, 8:24]).data_ptr() == wide[:, 8:24].data_ptr()
-    for view in (wide[:, 1:17], wide.t(), wide[:, ::5], wide[:1].expand(16, -1)):
+    odd = torch.randn(1, 41).bfloat16()  # of one row; contiguous() leaves the stride of 41
+    for view in (wide[:, 1:17], wide.t(), wide[:, ::5], wide[:1].expand(16, -1), odd[:, :16], odd[:, 8:24]):
         ready = tma_ready(view)
         assert torch.equal(ready, view)
         assert ready.data_ptr() % 16 == 0 and ready.stride(1) == 1
@@ -55,9 +56,8 @@ def test_every_form_has_a_kernel():
         for whole in (True, False) if K <= 512 else (False,):
             form = dgrad.form_of(K, whole)
             for norm, dtype, extra in itertools.product(("rms", "layer"), ("bf16", "fp16"), ("", "_add")):
-                if form == "any" and extra:
-                    continue  # see below
-                cluster = 2 if form in ("384", "512", "any") else 1
+                # With a sum the two CTAs that share W' in "any" could wait for each other for ever.
+                cluster = 2 if form in ("384", "512", "any") and form + extra != "any_add" else 1
                 assert kernels[f"dx_{norm}_{dtype}_{form}{extra}"]["cluster"] == cluster
     with pytest.raises(ValueError, match="rows of 520 exceed the 512"):
         dgrad.form_of(520, True)
@@ -158,16 +158,15 @@ def test_the_technique_hands_pieces_and_a_further_gradient_on(more, launches):
         assert args["piece"] == 64 and name.endswith("_add") == (more and name.startswith("dx_"))
 
 
-def test_a_further_gradient_of_a_wide_x_is_added_behind_the_kernel(launches):
-    """The kernel of wide rows has no form that adds: its two CTAs could wait for each other for ever."""
-    x, dy = torch.zeros(70, 520, dtype=torch.bfloat16), torch.zeros(70, 64, dtype=torch.bfloat16)
-    tensors = dict(
-        folded=torch.zeros(64, 520, dtype=torch.bfloat16), mean=None, rstd=torch.ones(70), delta=torch.ones(70)
-    )
-    add = torch.ones(70, 520, dtype=torch.bfloat16)
-    dgrad.dx(dy, x=x, add=add, **tensors)
-    assert [name for name, _ in launches] == ["dx_rms_bf16_any"]
-    assert not any("any_add" in name for name in launch.manifest()["90"]["kernels"])
+@pytest.mark.parametrize("M", [70, 1000, 40000])
+def test_tiles_of_wide_rows_with_and_without_a_further_gradient(M, launches):
+    """A cluster of two CTAs takes 256 rows, one that adds, and is alone, 128."""
+    x, dy, rstd = (torch.zeros(s, dtype=torch.bfloat16, device="meta") for s in ((M, 520), (M, 64), (M,)))
+    for add in (None, x):
+        dgrad.dx(dy, dy.new_empty(64, 520), x, None, rstd, rstd, add)
+    assert [name for name, _ in launches] == ["dx_rms_bf16_any", "dx_rms_bf16_any_add"]
+    for (_, args), rows in zip(launches, (256, 128)):
+        assert args["col_tiles"] == 3 and args["tiles"] == 3 * -(-M // rows)
 
 
 @pytest.mark.parametrize("current,made_current", [(None, True), (0, True), (1, False)])

@@ -1,0 +1,25 @@
+"""The softmax kernel's tile and where the kernel is chosen, by what was measured; elsewhere torch's flash attention runs."""
+
+from __future__ import annotations
+
+from recsys_norm.kernels.gdpa.configs import Config, family, padded_width
+
+_MEASURED_ARCH = 90
+_MEASURED_WIDTH = 128
+_MEASURED_LENGTH = 4096
+_FEW_QUERIES = 64
+
+
+def tile(arch: int, d: int) -> Config:
+    """The tile for head width d: small, so that three programs on an SM hide each other's exponentials and latencies."""
+    if family(arch) == "small" or padded_width(d) == 256:
+        return Config(64, 32, 4, 1 if family(arch) == "small" and padded_width(d) >= 128 else 2)
+    return Config(64, 32, 4, 3)
+
+
+def chosen(arch: int, d: int, max_q_len: int, max_k_len: int, masked: bool) -> bool:
+    """Whether the kernel was measured to be faster than torch's flash attention: causal or windowed attention, and few
+    queries that see all keys."""
+    if arch != _MEASURED_ARCH or d != _MEASURED_WIDTH or max(max_q_len, max_k_len) > _MEASURED_LENGTH:
+        return False
+    return masked or max_q_len <= _FEW_QUERIES
