@@ -24,7 +24,6 @@ MAX_FEATURES = MAX_GROUP * WIDE
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in postnorm_kernels.py
 _HAT, _SUM, _AFTER, _SAVE = 1, 2, 4, 8  # bits of `form`, likewise
 _MESSAGES = 4 * 64  # per CTA: two slots for each warpgroup, 64 rows each
-_spaces: dict[tuple[int, int], Tensor] = {}  # device and stream -> memory of the messages
 
 
 class Plan(NamedTuple):
@@ -140,16 +139,13 @@ def forward(
 
 def _readable(residual: Tensor) -> Tensor:
     """The residual, or a copy where 16-byte reads of its rows do not fit."""
-    return aligned(residual if residual.stride(0) % 8 == 0 else residual.contiguous())
+    if residual.stride(0) % 8:  # contiguous() would leave the stride of a single row as it is
+        return residual.clone(memory_format=torch.contiguous_format)
+    return aligned(residual)
 
 
 def message_space(device: torch.device) -> Tensor:
-    """Memory for the messages. Launches of one stream follow each other, so they share it; a captured graph may be
-    replayed on any stream and gets its own."""
+    """Memory for the messages of one launch. It is not kept for the next: CUDA graphs of torch.compile stop at a tensor
+    that outlives the call that made it, and a captured graph may be replayed on any stream."""
     size = 2 + launch.multiprocessors(device) * _MESSAGES * 2
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(size, dtype=torch.int64, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
-    if key not in _spaces:
-        _spaces[key] = torch.zeros(size, dtype=torch.int64, device=device)
-    return _spaces[key]
+    return torch.zeros(size, dtype=torch.int64, device=device)

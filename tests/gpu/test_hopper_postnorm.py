@@ -161,6 +161,21 @@ def test_streams_and_graphs_have_their_own_messages():
         assert all(torch.equal(expected, y) for y in (replayed, beside, here))
 
 
+def test_graphs_of_torch_compile_hold_no_tensor_of_its_own():
+    """They stop at a tensor in their memory that is none of their results, as one kept for the next launch would be."""
+    t = {n: p.detach() for n, p in on_gpu(tensors_for("linear_norm", M=300, K=512, N=512, dtype=BF16)).items()}
+
+    def normalised(x):
+        return ops.linear_norm(**(t | {"x": x}), norm="rms", technique="hopper/cluster")
+
+    t.pop("norm_bias")
+    expected = normalised(t["x"])
+    replayed = torch.compile(normalised, fullgraph=True, options={"triton.cudagraphs": True})
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(replayed(t["x"]), expected)
+
+
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("M,K,N,N2", [(1, 8, 8, 8), (65, 72, 384, 40), (300, 512, 2048, 512), (129, 1024, 760, 1024)])
 def test_deferred(norm, M, K, N, N2):
