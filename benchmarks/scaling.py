@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 _BEGAN = time.perf_counter()
 GATE_STEPS, GATE_TOLERANCE = 20, 1e-4
-BATCHES = 4  # of different lengths, on the device
 
 
 def composed(overrides: list[str]) -> Any:
@@ -46,7 +45,7 @@ def composed(overrides: list[str]) -> Any:
 
 
 def case_overrides(args: argparse.Namespace, model: str, backend: str) -> list[str]:
-    """A run without end on `BATCHES` batches, with tables of `--table-gb`."""
+    """A run without end on `--batches` batches, with tables of `--table-gb`."""
     plain = composed([f"model={model}", *args.set])
     tables = plain.model.tables
     rows = -(-int(args.table_gb * 1e9) // ((tables.count + 1) * tables.dim * 4))  # the items' table is as large
@@ -55,12 +54,12 @@ def case_overrides(args: argparse.Namespace, model: str, backend: str) -> list[s
         f"backend={backend}",
         "data=synthetic",
         "data.vocabulary=null",
-        f"data.pool={BATCHES}",
+        f"data.pool={args.batches}",
         "data.bayes_rows=64",
         "data.num_workers=0",
         "distributed=torchrec",
         f"model.tables.rows={rows}",
-        f"trainer.overfit_batches={BATCHES}",
+        f"trainer.overfit_batches={args.batches}",
         "trainer.max_epochs=100000",
         "trainer.checkpoint=false",
         "trainer.eval_every_epochs=null",
@@ -202,7 +201,8 @@ def measured(args: argparse.Namespace, case: Case, processes: Any) -> dict[str, 
     if processes.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(processes.device)
     case.build("together")
-    case.block("together", args.warmup)
+    warmup = 2 * args.batches + 2  # a batch is recorded the second time
+    case.block("together", warmup)
     together = case.trainers["together"]
     plan = describe(together.sparse, processes)
     memory = {
@@ -213,7 +213,7 @@ def measured(args: argparse.Namespace, case: Case, processes: Any) -> dict[str, 
     for name in case.overrides:
         if name != "together":
             case.build(name)
-            case.block(name, args.warmup)
+            case.block(name, warmup)
     ready = time.perf_counter() - begin
     times, losses = timed(args, case)
     everyone = gathered(processes, (times, memory))
@@ -311,9 +311,7 @@ def main() -> None:
     parser.add_argument("--models", default="kunlun_base,kunlun_large")
     parser.add_argument("--backends", default="fused,compiled")
     parser.add_argument("--table-gb", type=float, default=22.0)
-    parser.add_argument(
-        "--warmup", type=int, default=2 * BATCHES + 2, help="steps; a batch is recorded the second time"
-    )
+    parser.add_argument("--batches", type=int, default=4, help="of different lengths per rank, on the device")
     parser.add_argument("--strong", action="store_true", help="time all ranks with the rows of one, too")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8, help="per block")

@@ -6,7 +6,7 @@ Parameters are cast to the activation dtype at each use, as autocast does for a 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -41,8 +41,15 @@ def norm(x, norm_weight, norm_bias, residual, *, norm, eps, return_sum):
     return (y, z) if return_sum else y
 
 
-def parts(t: Tensor | None, groups: int, dim: int) -> tuple[Tensor | None, ...]:
-    return (None,) * groups if t is None else t.chunk(groups, dim)
+def in_groups(function: Callable, groups: int, x: Tensor, parameters: dict, residual: Tensor | None, **options):
+    """`linear_norm` of each group of out-features by itself, side by side."""
+
+    def parts(t: Tensor | None, dim: int) -> Sequence[Tensor | None]:
+        return [None] * groups if t is None else t.chunk(groups, dim)
+
+    own = [dict(zip(parameters, values)) for values in zip(*(parts(t, 0) for t in parameters.values()), strict=True)]
+    each = [function(x, **p, residual=r, **options) for p, r in zip(own, parts(residual, -1), strict=True)]
+    return tuple(torch.cat(r, -1) for r in zip(*each)) if options["return_sum"] else torch.cat(each, -1)
 
 
 def norm_linear(x, weight, bias, norm_weight, norm_bias, *, norm, eps):
@@ -53,11 +60,9 @@ def linear_norm(
     x, weight, bias, norm_weight, norm_bias, residual, *, norm, eps, residual_position, return_sum, groups=1
 ):
     if groups > 1:
-        parameters = (parts(t, groups, 0) for t in (weight, bias, norm_weight, norm_bias))
-        each = zip(*parameters, parts(residual, groups, -1), strict=True)
+        parameters = dict(weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias)
         options = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
-        results = [linear_norm(x, *own, **options) for own in each]
-        return tuple(torch.cat(r, -1) for r in zip(*results)) if return_sum else torch.cat(results, -1)
+        return in_groups(linear_norm, groups, x, parameters, residual, **options)
     z = linear(x, weight, bias)
     if residual is not None and residual_position == "before":
         z = z + residual

@@ -38,8 +38,6 @@ def run(config: Config, run_dir: Path) -> dict[str, Any]:
     config = _restarted(config, run_dir)
     with runtime.start(config, _job_number()) as processes, run_logging.warnings_as_lines(processes.main):
         _claim(run_dir, config, processes)
-        if config.backend.compile is None:
-            config.backend.compile = processes.device.type == "cuda"
         registry.reset_counts()
         torch.compiler.reset()
         with CompileClock() as clock, KernelClock(processes.device, clock) as kernels:
@@ -108,6 +106,8 @@ def build(config: Config, processes: Runtime, run_dir: Path) -> Trainer:
     from recsys_norm.models.kunlun import Kunlun
 
     settings = config.trainer
+    if config.backend.compile is None:
+        config.backend.compile = processes.device.type == "cuda"
     runtime.seed_everything(settings.seed)
     with processes.health.unlimited("reading the data"):
         data = instantiate_data(config.data)

@@ -42,7 +42,6 @@ def shard(
     """
     from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
     from torchrec.distributed import DistributedModelParallel
-    from torchrec.distributed.types import ShardingEnv
     from torchrec.optim import RowWiseAdagrad
 
     initializers = dict(_initializers(sparse))
@@ -52,7 +51,7 @@ def shard(
     plan = _plan(sparse, sharders, distributed, runtime, batch_size)
     parallel = DistributedModelParallel(
         sparse,
-        env=ShardingEnv.from_process_group(runtime.group or dist.group.WORLD),
+        env=_environment(runtime.group or dist.group.WORLD),
         device=runtime.device,
         plan=plan,
         sharders=sharders,
@@ -62,6 +61,17 @@ def shard(
         for tensor, offsets in local_parts(table):
             _initialize(tensor, offsets, table.size(), name, seed, initializers[name])
     return parallel
+
+
+def _environment(group: dist.ProcessGroup) -> Any:
+    from torchrec.distributed.types import ShardingEnv
+
+    if group.size() == dist.get_world_size():
+        return ShardingEnv.from_process_group(group)
+    # TorchRec would make a device mesh of the group, which with NCCL takes all ranks. Only DTensors would need it.
+    environment = ShardingEnv(group.size(), group.rank())
+    environment.process_group = group
+    return environment
 
 
 def describe(parallel: nn.Module, runtime: Runtime) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ import torch
 from op_cases import FORCED, GEMM_OPS, tensors_for
 
 from recsys_norm import ops, reference
+from recsys_norm.ops import registry
 from recsys_norm.testing import check_op
 
 FALLBACK = {"backend": "fused", "on_unsupported": "fallback"}  # on CPU: technique `separate` in plain PyTorch
@@ -55,6 +56,15 @@ def test_linear_norm_in_groups(norm, position, return_sum):
         alone = ops.linear_norm(**own, norm=norm, **(options | {"groups": 1}), technique="separate")
         for mine, theirs in zip(*((t if return_sum else (t,)) for t in (whole, alone)), strict=True):
             torch.testing.assert_close(mine[..., part], theirs)
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot run")
+def test_naive_takes_groups_one_by_one():
+    tensors = tensors_for("linear_norm", N=24, residual=True)
+    options = {"norm": "layer", "groups": 3, "residual_position": "before", "return_sum": True}
+    registry.reset_counts()
+    check_op("linear_norm", tensors, options, {"backend": "naive", "on_unsupported": "fallback"})
+    assert registry.counts()["linear_norm"]["separate (torch)"] % 3 == 0
 
 
 @pytest.mark.parametrize("groups", [0, 5])
