@@ -16,6 +16,7 @@ Each norm and shape has a process of its own: they compile side by side, then ch
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import itertools
@@ -286,8 +287,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(f"compiled in {time.time() - began:.0f} s", flush=True)
     for text, process in workers.items():
         if ready[text]:
-            process.stdin.write("go\n")
-            process.stdin.flush()
+            with contextlib.suppress(BrokenPipeError):  # of one that has died, which its missing answer says
+                process.stdin.write("go\n")
+                process.stdin.flush()
             while (message := answer(process)) is not None:
                 result["records"] += message["records"]
                 write(result, args.json)

@@ -256,6 +256,9 @@ def cases(args: argparse.Namespace) -> Iterator[tuple[str, str]]:
 def write(path: Path, record: dict[str, Any]) -> None:
     """Into the list in that file, in the place of an earlier record of the same case."""
     records = json.loads(path.read_text()) if path.exists() else []
+    if "skipped" in record and any((r["model"], r["backend"]) == (record["model"], record["backend"]) for r in records):
+        print(line(record) + "; the earlier record stays", flush=True)
+        return
     others = [r for r in records if (r["model"], r["backend"]) != (record["model"], record["backend"])]
     path.write_text(json.dumps([*others, record], indent=1) + "\n")
     print(line(record), flush=True)

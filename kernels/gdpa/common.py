@@ -45,6 +45,7 @@ def store_tile(base, tile, rows, limit, stride, cols, width, EVEN: tl.constexpr)
 @triton.jit
 def zero_rows(base, first, last, worker, workers, stride, cols, width, ROWS: tl.constexpr, EVEN: tl.constexpr):
     """Zero rows [first, last) of a [.., width] matrix, `worker` of `workers` taking every workers-th tile."""
+    worker, workers = tl.cast(worker, tl.int64), tl.cast(workers, tl.int64)
     rows = tl.arange(0, ROWS)
     zeros = tl.zeros([ROWS, cols.shape[0]], tl.float32)
     for row in tl.range(first + worker * ROWS, last, workers * ROWS, num_stages=1):

@@ -114,6 +114,11 @@ def _shapes(blocks_of_vec: dict[int, tuple[int, ...]]) -> list[Tile]:
     return [Tile(block, vec) for vec, blocks in blocks_of_vec.items() for block in blocks]
 
 
+def group_limit(width: int, itemsize: int) -> int:
+    """The widest groups that registers hold: where rows do not start on 16 bytes, blocks end earlier."""
+    return MAX_GROUP_WIDTH if width * itemsize % 16 == 0 else _OTHER_BLOCKS[-1]
+
+
 # Every tile that `pick_tile` can return for rows in registers, by bytes of a value; read by the compile checks.
 SHIPPED_TILES = {itemsize: _shapes({16 // itemsize: _ALIGNED_BLOCKS, 1: _OTHER_BLOCKS}) for itemsize in (2, 4)}
 

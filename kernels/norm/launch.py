@@ -79,9 +79,11 @@ def _pick(width: int, *tensors: Tensor | None) -> Tile:
     return pick_tile(width, tuple(t.stride(0) for t in given), given[0].element_size())
 
 
-def _check_groups(groups: int, M: int, N: int) -> None:
-    if groups > 1 and (M % groups or N > MAX_GROUP_WIDTH):
-        raise ValueError(f"{M} rows of {N} in {groups} groups: rows must fill up groups of at most {MAX_GROUP_WIDTH}")
+def _check_groups(groups: int, M: int, N: int, tile: Tile) -> None:
+    if groups > 1 and (M % groups or N > MAX_GROUP_WIDTH or tile.block is None):
+        raise ValueError(
+            f"{M} rows of {N} in {groups} groups: groups are whole, and as wide as configs.group_limit allows"
+        )
 
 
 def norm_forward(
@@ -113,7 +115,7 @@ def norm_forward(
     """
     M, N = x.shape
     tile = _pick(N, x, before, after)
-    _check_groups(groups, M, N)
+    _check_groups(groups, M, N, tile)
     free = [x] if overwrite and x.is_contiguous() else []
 
     def buffer(wanted: bool) -> Tensor | None:
@@ -193,9 +195,9 @@ def norm_backward(
         config: instead of the shipped one, for tuning.
     """
     M, N = z.shape
-    _check_groups(groups, M, N)
     bias = bias if write_h or activation != "identity" else None
     tile = _pick(N, dy, z, more_dy, dsum)
+    _check_groups(groups, M, N, tile)
     dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
     offsets, last = _cut_arguments(cut)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from recsys_norm.kernels.norm.configs import MAX_GROUP_WIDTH
+from recsys_norm.kernels.norm.configs import group_limit
 from recsys_norm.ops.problem import Problem, Tensors
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -59,9 +59,9 @@ class Separate:
             return f"it needs triton >= {needed} and {found} is installed; use backend='unfused'"
         if problem.dtype not in _DTYPES:
             return f"its kernels take bfloat16, float16 and float32, not {problem.dtype}; use backend='unfused'"
-        if problem.groups > 1 and problem.N // problem.groups > MAX_GROUP_WIDTH:
-            width = problem.N // problem.groups
-            return f"it holds groups of at most {MAX_GROUP_WIDTH} features and these are {width}; use backend='unfused'"
+        width = problem.N // problem.groups
+        if problem.groups > 1 and width > (limit := group_limit(width, problem.dtype.itemsize)):
+            return f"it holds groups of at most {limit} features and these are {width}; use backend='unfused'"
         attention = problem.attention
         if attention is not None and not attention.softmax and problem.d > _MAX_HEAD_WIDTH:
             limit = f"the attention kernel holds heads up to {_MAX_HEAD_WIDTH} wide"

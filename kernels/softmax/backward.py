@@ -62,12 +62,13 @@ def few_queries(
     v_base = v_ptr + at * v_head + k_start * v_token
     dk_base = dk_ptr + k_start * dk_token
     dv_base = dv_ptr + k_start * dk_token
+    k_read = tl.where(q_len > 0, k_len, 0)  # keys without queries get 0, whatever they hold
     dq = tl.zeros([BLOCK_D, BLOCK_M], tl.float32)
     factor = scale * _LOG2E
     for start in tl.range(0, tl.minimum(k_len, max_keys), BLOCK_N):
         n = start + block
-        k = load_tile(k_base, n, k_len, k_token, cols, width, EVEN, UPCAST)
-        v = load_tile(v_base, n, k_len, v_token, cols, width, EVEN, UPCAST)
+        k = load_tile(k_base, n, k_read, k_token, cols, width, EVEN, UPCAST)
+        v = load_tile(v_base, n, k_read, v_token, cols, width, EVEN, UPCAST)
         s = tl.dot(k, tl.trans(q))
         dp = tl.dot(v, tl.trans(g))
         p = tl.where((n < k_len)[:, None], tl.math.exp2(s * factor - lse), 0.0)

@@ -23,6 +23,7 @@ _SIZES = [
 
 @triton.jit
 def _zero_values(base, first, last, worker, workers, COUNT: tl.constexpr):
+    worker, workers = tl.cast(worker, tl.int64), tl.cast(workers, tl.int64)
     lanes = tl.arange(0, COUNT)
     for at in tl.range(first + worker * COUNT, last, workers * COUNT, num_stages=1):
         tl.store(base + at + lanes, tl.zeros([COUNT], tl.float32), mask=at + lanes < last)

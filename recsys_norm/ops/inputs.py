@@ -16,6 +16,12 @@ NORMS = ("rms", "layer")
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def in_a_row(q_offsets: Tensor, k_offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets as kernels read them, one after the other. One tensor given for both sides stays one."""
+    first = q_offsets.contiguous()
+    return first, first if k_offsets is q_offsets else k_offsets.contiguous()
+
+
 def check_choice(op: str, name: str, value: Any, allowed: tuple) -> None:
     if value not in allowed:
         raise ValueError(f"{op}: {name}={value!r} is not one of {', '.join(map(repr, allowed))}")

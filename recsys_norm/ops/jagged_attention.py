@@ -17,6 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from recsys_norm.ops import jagged_torch
 from recsys_norm.ops.activations import get, head_runs, resolve
+from recsys_norm.ops.inputs import in_a_row
 from recsys_norm.ops.jagged_torch import Attention
 
 IMPLEMENTATIONS = ("auto", "eager")
@@ -70,6 +71,7 @@ def jagged_attention(
     """
     q_THd, k_UHd, v_UHd = _autocast(q_THd, k_UHd, v_UHd)
     _check(q_THd, k_UHd, v_UHd, q_offsets_B1, k_offsets_B1, max_q_len, max_k_len, window, implementation)
+    q_offsets_B1, k_offsets_B1 = in_a_row(q_offsets_B1, k_offsets_B1)
     heads, d = q_THd.shape[1:]
     if scale is None:
         scale = d**-0.5 if softmax else 1.0

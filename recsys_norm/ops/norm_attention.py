@@ -127,7 +127,7 @@ def norm_attention(
         post_norm=post_norm,
         inner_residual=inner_residual,
     )
-    tensors = (q, k, v, q_offsets_B1, k_offsets_B1)
+    tensors = (q, k, v, *inputs.in_a_row(q_offsets_B1, k_offsets_B1))
     with inputs.without_autocast(q):
         plain = backend in ("unfused", "compiled")
         nothing_to_fuse = pre_norm is None and post_norm is None and technique is None

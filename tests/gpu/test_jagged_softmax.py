@@ -111,6 +111,16 @@ def test_a7_strides_and_misaligned_tensors():
         check(p, (actual, *grads))
 
 
+@pytest.mark.parametrize("softmax", [True, False])
+def test_a7_strided_offsets(softmax):
+    p = problem([130, 70], [130, 70], d=128, dtype=torch.bfloat16)
+    p.options["softmax"] = softmax
+    expected = p.run()
+    p.q_offsets, p.k_offsets = torch.stack([p.q_offsets, p.k_offsets], 1).unbind(1)
+    for actual, right in zip(p.run(), expected):
+        torch.testing.assert_close(actual, right)
+
+
 def test_a_nan_stays_in_its_sequence():
     lengths = [70, 33, 100]
     p = problem(lengths, lengths, d=64, dtype=torch.bfloat16, options=dict(causal=True, window=50))

@@ -95,6 +95,7 @@ def test_groups_keep_to_rows_in_registers():
     problem |= dict(device="cuda", arch=90, triton_version=(3, 6))
     assert SEPARATE.why_not(Problem(**problem, N=2 * 4096, groups=2)) is None
     assert "at most 4096 features and these are 4104" in SEPARATE.why_not(Problem(**problem, N=2 * 4104, groups=2))
+    assert "at most 2048 features and these are 2500" in SEPARATE.why_not(Problem(**problem, N=2 * 2500, groups=2))
     able, reasons = registry._candidates(Problem(**problem, N=1024, groups=2), "forward")
     assert [t.name for t in able] == ["separate"] and any("not 2 groups of features" in reason for reason in reasons)
 

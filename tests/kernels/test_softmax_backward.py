@@ -73,6 +73,14 @@ def test_a_maximum_that_is_too_small_stays_inside_the_tensors():
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((p.q, p.k, p.v, o), before))
 
 
+def test_keys_without_queries_get_zeros_whatever_they_hold():
+    p = Problem([3, 0, 4], [5, 6, 2], dtype=torch.float16)
+    expected = run(p)
+    p.k[5:11], p.v[5:8], p.v[8:11] = float("nan"), float("inf"), float("nan")
+    for actual, right in zip(run(p), expected):
+        assert torch.equal(actual, right)
+
+
 def test_more_queries_than_a_block_are_refused():
     p = Problem([65], [3], dtype=torch.float16)
     with pytest.raises(ValueError, match="64 queries per sequence and knows no mask, got max_q_len=65"):

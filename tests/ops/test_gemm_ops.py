@@ -1,5 +1,6 @@
 """norm, norm_linear, linear_norm, linear_norm_linear: the public functions against the fp64 reference."""
 
+import importlib
 import itertools
 
 import pytest
@@ -65,6 +66,15 @@ def test_naive_takes_groups_one_by_one():
     registry.reset_counts()
     check_op("linear_norm", tensors, options, {"backend": "naive", "on_unsupported": "fallback"})
     assert registry.counts()["linear_norm"]["separate (torch)"] % 3 == 0
+
+
+def test_where_no_kernel_is_able_the_policy_decides(monkeypatch):
+    """How the backward's input is kept is asked before a technique is selected, and raises nothing."""
+    module = importlib.import_module("recsys_norm.ops.linear_norm")
+    monkeypatch.setattr(module, "arch_of", lambda device: 75)
+    monkeypatch.setattr(module, "triton_version", lambda: (3, 6))
+    where = (torch.device("cuda"), "fused", None)
+    assert module._product_is_written("rms", torch.bfloat16, 64, 64, True, 1, *where) is False
 
 
 @pytest.mark.parametrize("groups", [0, 5])

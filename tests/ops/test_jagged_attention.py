@@ -5,7 +5,7 @@ import torch
 from attention_cases import LENGTHS, Problem, check, loop
 from torch.utils.flop_counter import FlopCounterMode
 
-from recsys_norm.ops import jagged_attention, jagged_torch
+from recsys_norm.ops import inputs, jagged_attention, jagged_torch
 from recsys_norm.ops.activations import ACTIVATIONS
 
 PATHS = ["auto", "eager"]
@@ -234,3 +234,12 @@ def test_bad_input_is_one_error_that_names_it(change, error, words):
     with pytest.raises(error) as caught:
         jagged_attention(**(dict(zip(names, p.arguments)) | p.lengths | change))
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_kernels_get_offsets_in_a_row():
+    both = torch.tensor([[0, 0], [3, 2], [5, 4]], dtype=torch.int32)
+    q, k = inputs.in_a_row(both[:, 0], both[:, 1])
+    assert q.is_contiguous() and k.is_contiguous() and q.tolist() == [0, 3, 5] and k.tolist() == [0, 2, 4]
+    column = both[:, 0]
+    first, second = inputs.in_a_row(column, column)
+    assert first is second  # what attention with a window asks for
