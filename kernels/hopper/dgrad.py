@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.kernels.hopper import launch
-from recsys_norm.kernels.hopper.lazy import NAMES, aligned
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
 TILE_ROWS = 128  # per CTA
 STEP = 64
@@ -17,13 +17,6 @@ WHOLE_ROW_FORMS = (128, 256, 384, 512)  # longest rows of g that the accumulator
 TILED_COLUMNS = 256
 MAX_PIECES = 3
 ALL_COLUMNS = 1 << 30
-
-
-def tma_ready(t: Tensor) -> Tensor:
-    """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
-    fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
-    # Not contiguous(): it leaves the stride of a single row as it is.
-    return aligned(t) if fits else t.clone(memory_format=torch.contiguous_format)
 
 
 def fits_in_pieces(dy: Sequence[Tensor], K: int) -> bool:

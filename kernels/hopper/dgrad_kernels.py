@@ -19,11 +19,9 @@ Partitions of a CTA, which works on tiles of 128 rows:
                 under the other's matrix products
 
 With MC = 2, one multicast brings W' to two CTAs that share columns. The first issues it once all four consumers have left
-the slot; the second waits for its own two, so it may be ahead of the first by the slots in a row that come without a
-multicast. If those were more than the ring has, it could leave a slot twice while the first still waits for the slot's use
-before: the parity would be back where it was, and both would wait for ever. x takes two slots, add four more, and the ring
-has four. So with add there is no multicast and no cluster: who waits for a slot then is only the loader that refills it,
-after each of its two consumers has left it once.
+the slot; the second waits for its own two, so it may run ahead by the slots in a row that come without a multicast. Were
+those more than the ring's four, it could leave a slot twice while the first waits for its last use, and the parity would be
+back where it was. x takes two slots, add four more: with add there is neither multicast nor cluster.
 
 x reaches registers as soon as it arrives, packed as it is, and its slot goes back to the loader before the epilogue. So
 192 of a thread's 240 registers hold g and x, and the epilogue works in chunks of 64 columns, which is how add comes.

@@ -72,6 +72,13 @@ def aligned(t: Tensor) -> Tensor:
     return t if fits else t.clone(memory_format=torch.contiguous_format)
 
 
+def tma_ready(t: Tensor) -> Tensor:
+    """The matrix itself, or a contiguous copy where TMA cannot read it as it lies."""
+    fits = t.stride(1) == 1 and t.stride(0) % 8 == 0 and (t.stride(0) >= t.shape[1] or t.shape[0] == 1)
+    # Not contiguous(): it leaves the stride of a single row as it is.
+    return aligned(t) if fits else t.clone(memory_format=torch.contiguous_format)
+
+
 def forward(
     x: Tensor,  # [M, K], bf16 or fp16, row stride a multiple of 8
     weight: Tensor,  # [N, K] contiguous

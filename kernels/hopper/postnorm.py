@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.kernels.hopper import launch
-from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason, tma_ready
 from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
 from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem, Tensors
@@ -121,7 +121,7 @@ def forward(
     side = torch.empty_like(y) if write_z or write_hat else None
     rstd = x.new_empty(M, dtype=torch.float32)
     mean = torch.empty_like(rstd) if layer else None
-    residual = None if residual is None else _readable(residual)
+    residual = None if residual is None else tma_ready(residual)
     before, after = position == "before", position == "after"
     vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
     kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
@@ -137,15 +137,9 @@ def forward(
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 
 
-def _readable(residual: Tensor) -> Tensor:
-    """The residual, or a copy where 16-byte reads of its rows do not fit."""
-    if residual.stride(0) % 8:  # contiguous() would leave the stride of a single row as it is
-        return residual.clone(memory_format=torch.contiguous_format)
-    return aligned(residual)
-
-
 def message_space(device: torch.device) -> Tensor:
     """Memory for the messages of one launch. It is not kept for the next: CUDA graphs of torch.compile stop at a tensor
-    that outlives the call that made it, and a captured graph may be replayed on any stream."""
+    that outlives the call that made it, and a captured graph may be replayed on any stream. So messages are numbered from 0
+    in every launch, where the kernel could go on from the last number of the one before."""
     size = 2 + launch.multiprocessors(device) * _MESSAGES * 2
     return torch.zeros(size, dtype=torch.int64, device=device)

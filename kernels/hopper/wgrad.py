@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from recsys_norm.kernels.hopper import launch
-from recsys_norm.kernels.hopper.dgrad import pieces, tma_ready
-from recsys_norm.kernels.hopper.lazy import NAMES, aligned
+from recsys_norm.kernels.hopper.dgrad import pieces
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
 STEP = 64
 TILE_ROWS = 128

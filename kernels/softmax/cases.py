@@ -7,7 +7,7 @@ from typing import Any
 
 from recsys_norm.kernels.compile import CompileCase
 from recsys_norm.kernels.gdpa.configs import Config, padded_width
-from recsys_norm.kernels.softmax import backward, backward_launch, configs, forward
+from recsys_norm.kernels.softmax import backward, configs, forward
 
 _TYPES = {"q_offsets_ptr": "*i32:16", "k_offsets_ptr": "*i32:16", "lse_ptr": "*fp32:16", "scale": "fp32"}
 
@@ -31,4 +31,4 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
     """d = 128 with and without a mask, the widest head of the forward, and the backward for few queries."""
     for d, dtype, masked in ((128, "bf16", True), (128, "bf16", False), (256, "fp16", True)):
         yield _case(forward.forward, configs.tile(arch, d), d, dtype, MASKED=masked)
-    yield _case(backward.few_queries, backward_launch.TILE, 128, "bf16")
+    yield _case(backward.few_queries, configs.few_queries_tile(), 128, "bf16")

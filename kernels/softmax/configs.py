@@ -1,4 +1,4 @@
-"""The softmax kernel's tile and where the kernel is chosen, by what was measured; elsewhere torch's flash attention runs."""
+"""The softmax kernels' tiles and where they are chosen, by what was measured; elsewhere torch's flash attention runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from recsys_norm.kernels.gdpa.configs import Config, family, padded_width
 _MEASURED_ARCH = 90
 _MEASURED_WIDTH = 128
 _MEASURED_LENGTH = 4096
-_FEW_QUERIES = 64
+MOST_QUERIES = 64  # per sequence, of the backward for few queries, which holds them in one block
+_LEAST_PROGRAMS = (
+    512  # of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle
+)
 
 
 def tile(arch: int, d: int) -> Config:
@@ -22,4 +25,13 @@ def chosen(arch: int, d: int, max_q_len: int, max_k_len: int, masked: bool) -> b
     queries that see all keys."""
     if arch != _MEASURED_ARCH or d != _MEASURED_WIDTH or max(max_q_len, max_k_len) > _MEASURED_LENGTH:
         return False
-    return masked or max_q_len <= _FEW_QUERIES
+    return masked or max_q_len <= MOST_QUERIES
+
+
+def few_queries_tile() -> Config:
+    return Config(MOST_QUERIES, 64, 4, 2)
+
+
+def few_queries_chosen(arch: int, d: int, programs: int) -> bool:
+    """Whether the backward for few queries was measured to be faster than torch's flash attention."""
+    return arch == _MEASURED_ARCH and d == _MEASURED_WIDTH and programs >= _LEAST_PROGRAMS

@@ -41,7 +41,7 @@ def norm(x, norm_weight, norm_bias, residual, *, norm, eps, return_sum):
     return (y, z) if return_sum else y
 
 
-def in_groups(function: Callable, groups: int, x: Tensor, parameters: dict, residual: Tensor | None, **options):
+def group_by_group(function: Callable, groups: int, x: Tensor, parameters: dict, residual: Tensor | None, **options):
     """`linear_norm` of each group of out-features by itself, side by side."""
 
     def parts(t: Tensor | None, dim: int) -> Sequence[Tensor | None]:
@@ -62,7 +62,7 @@ def linear_norm(
     if groups > 1:
         parameters = dict(weight=weight, bias=bias, norm_weight=norm_weight, norm_bias=norm_bias)
         options = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
-        return in_groups(linear_norm, groups, x, parameters, residual, **options)
+        return group_by_group(linear_norm, groups, x, parameters, residual, **options)
     z = linear(x, weight, bias)
     if residual is not None and residual_position == "before":
         z = z + residual

@@ -332,12 +332,12 @@ def jagged_softmax_backward(
         dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
         return dq, dk, dv
     from recsys_norm.kernels.gdpa import launch
-    from recsys_norm.kernels.softmax import backward_launch
+    from recsys_norm.kernels.softmax import launch as softmax
 
     grad, q, k, v = _unit_stride(grad, q, k, v)
     spec = _launch_spec(q.shape[1], max_q_len, max_k_len, None, scale, causal, window)
-    if backward_launch.serves(q, q_offsets.numel() - 1, spec):
-        return backward_launch.few_queries(grad, q, k, v, *_unit_stride(out), lse, q_offsets, k_offsets, spec)
+    if softmax.serves_few_queries(q, q_offsets.numel() - 1, spec):
+        return softmax.few_queries(grad, q, k, v, *_unit_stride(out), lse, q_offsets, k_offsets, spec)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
         *_flash_ready(grad, q, k, v, out), lse, *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,

@@ -105,7 +105,7 @@ def linear_norm(
         if groups > 1 and backend == "naive":  # whose tile spans one norm's row
             how = dict(backend=backend, technique=technique, on_unsupported=on_unsupported)
             each = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
-            return composite.in_groups(linear_norm, groups, x, parameters, residual, **each, **how)
+            return composite.group_by_group(linear_norm, groups, x, parameters, residual, **each, **how)
         flat = None if residual is None else residual.reshape(-1, N)
         training = inputs.is_training(x, *parameters.values(), residual)
         tensors = (x.reshape(-1, K), weight, bias, norm_weight, norm_bias, flat)

@@ -5,7 +5,7 @@ import torch
 from attention_cases import LENGTHS, Problem, check
 
 from recsys_norm.kernels.gdpa.launch import Spec
-from recsys_norm.kernels.softmax import backward_launch
+from recsys_norm.kernels.softmax import launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,7 +24,7 @@ def run(p):
     """(o, dq, dk, dv): the op's forward, then the kernel."""
     q, k, v, *offsets = p.arguments
     o, lse = torch.ops.recsys_norm.jagged_softmax(*p.arguments, *p.lengths.values(), p.d**-0.5, False, None)
-    return o, *backward_launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p))
+    return o, *launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p))
 
 
 def lengths(batch, longest, seed=0):
@@ -53,8 +53,8 @@ def test_many_keys(dtype, heads):
 def test_a7_slices_and_what_the_op_takes(heads):
     p = problem([64] * 300, lengths(300, 700), heads=heads, d=128, dtype=torch.bfloat16)
     expected = run(p)
-    assert backward_launch.serves(p.q, 300, spec_of(p)) == (torch.cuda.get_device_capability() == (9, 0))
-    assert not backward_launch.serves(p.q, 20, spec_of(p))
+    assert launch.serves_few_queries(p.q, 300, spec_of(p)) == (torch.cuda.get_device_capability() == (9, 0))
+    assert not launch.serves_few_queries(p.q, 20, spec_of(p))
     p.k, p.v = torch.stack([p.k, p.v], 1).unbind(1)
     for actual, right in zip(p.run(), expected):
         torch.testing.assert_close(actual, right, rtol=2e-2, atol=2e-2)

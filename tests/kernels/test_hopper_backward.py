@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
-from recsys_norm.kernels.hopper.dgrad import tma_ready
+from recsys_norm.kernels.hopper.lazy import tma_ready
 
 
 @pytest.mark.parametrize("M", [1, 64, 65, 8192, 262144, (1 << 31) - 200])

@@ -7,7 +7,7 @@ from attention_cases import LENGTHS, Problem, check
 
 from recsys_norm.kernels.gdpa.configs import Config
 from recsys_norm.kernels.gdpa.launch import Spec
-from recsys_norm.kernels.softmax import backward_launch, launch
+from recsys_norm.kernels.softmax import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel on the GPU")
 
@@ -22,7 +22,7 @@ def run(p, config=SMALL):
     """(o, dq, dk, dv) by the forward kernel and this one."""
     o, lse = launch.forward(*p.arguments, spec_of(p))
     q, k, v, *offsets = p.arguments
-    return o, *backward_launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p), config=config)
+    return o, *launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p), config=config)
 
 
 @pytest.mark.parametrize("lengths", [n for n in LENGTHS if n != "length one"])  # it has a test of its own
@@ -69,7 +69,7 @@ def test_a_maximum_that_is_too_small_stays_inside_the_tensors():
     o, lse = launch.forward(*p.arguments, spec_of(p))
     before = [t.clone() for t in (p.q, p.k, p.v, o)]
     q, k, v, *offsets = p.arguments
-    backward_launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p, max_q_len=16, max_k_len=64))
+    launch.few_queries(p.grad, q, k, v, o, lse, *offsets, spec_of(p, max_q_len=16, max_k_len=64))
     assert all(torch.equal(tensor, copy) for tensor, copy in zip((p.q, p.k, p.v, o), before))
 
 
@@ -85,4 +85,4 @@ def test_more_queries_than_a_block_are_refused():
     p = Problem([65], [3], dtype=torch.float16)
     with pytest.raises(ValueError, match="64 queries per sequence and knows no mask, got max_q_len=65"):
         run(p)
-    assert not backward_launch.serves(p.q, 1000, spec_of(p))
+    assert not launch.serves_few_queries(p.q, 1000, spec_of(p))
