@@ -34,9 +34,9 @@ class Ranks:
         return [json.loads(path.read_text()) for path in paths]
 
     def wait(self, done):
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not done():
-            assert self.process.poll() is None and time.monotonic() < deadline, self.said("log")[-3000:]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.story()
             time.sleep(0.01)
 
     def __call__(self, call, *arguments):
@@ -45,6 +45,11 @@ class Ranks:
 
     def said(self, name):
         return (self.folder / name).read_text()
+
+    def story(self):
+        """What torchrun and the ranks said, for a failure's report."""
+        paths = [self.folder / "log", *sorted(self.folder.glob(f"{self.jobs - 1}.*.err"))]
+        return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in paths)
 
     def errors(self, restart):
         """What each rank said about the last job after that many restarts."""

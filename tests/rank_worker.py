@@ -14,6 +14,8 @@ import time
 import traceback
 from pathlib import Path
 
+RESTART = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
 
 def main(*overrides):
     from recsys_norm.training.main import main
@@ -42,14 +44,16 @@ def nan(what, rank, step, *overrides):
         Trainer._loss = original
 
 
-def hangs(rank, step, *overrides):
-    """A run that hangs on one rank, unless it is resumed."""
+def hangs(rank, step, timeout_s, *overrides):
+    """A run that hangs on one rank, unless torchrun started it again: then it may also take its time."""
     from recsys_norm.training.trainer import Trainer
 
     original = Trainer._rows
+    first = RESTART == 0
+    overrides = [*overrides, f"distributed.timeout_s={timeout_s if first else 120}"]
 
     def wait(self, batch):
-        while self.config.trainer.resume is None and (self.runtime.rank, self.progress.step) == (rank, step):
+        while first and (self.runtime.rank, self.progress.step) == (rank, step):
             time.sleep(0.1)
         return original(self, batch)
 
@@ -63,7 +67,7 @@ def hangs(rank, step, *overrides):
 def _run(job, folder, name):
     """Leaves the exit code and what was printed; `name.<restart>.err` is there even if the process dies."""
     answer = {"code": 0}
-    paths = {kind: folder / f"{name}.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{kind}" for kind in ("out", "err")}
+    paths = {kind: folder / f"{name}.{RESTART}.{kind}" for kind in ("out", "err")}
     with open(paths["out"], "w") as out, open(paths["err"], "w") as err:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             try:
