@@ -11,6 +11,7 @@ MOST_QUERIES = 64  # per sequence, of the backward for few queries, which holds 
 _LEAST_PROGRAMS = (
     512  # of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle
 )
+HOPPER_BACKWARD = False  # the causal backward on Hopper, until it has been measured
 
 
 def tile(arch: int, d: int) -> Config:
@@ -32,6 +33,16 @@ def few_queries_tile() -> Config:
     return Config(MOST_QUERIES, 64, 4, 2)
 
 
+def queries_tile() -> Config:
+    """For the numbers of each query, which memory limits: 64 rows of both tensors are on their way per program."""
+    return Config(64, 64, 4, 1)
+
+
 def few_queries_chosen(arch: int, d: int, programs: int) -> bool:
     """Whether the backward for few queries was measured to be faster than torch's flash attention."""
     return arch == _MEASURED_ARCH and d == _MEASURED_WIDTH and programs >= _LEAST_PROGRAMS
+
+
+def causal_backward_chosen(arch: int, pairs: int) -> bool:
+    """Whether the causal backward on Hopper is chosen, for so many pairs of a sequence and a head, each one program's."""
+    return HOPPER_BACKWARD and arch == _MEASURED_ARCH and pairs >= _LEAST_PROGRAMS

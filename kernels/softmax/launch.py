@@ -19,8 +19,9 @@ from recsys_norm.kernels.gdpa.launch import (
     strides,
     vector_of,
 )
+from recsys_norm.kernels.hopper import softmax_backward as hopper
 from recsys_norm.kernels.softmax import backward as backward_kernels
-from recsys_norm.kernels.softmax import configs
+from recsys_norm.kernels.softmax import configs, queries
 from recsys_norm.kernels.softmax import forward as kernels
 
 
@@ -113,3 +114,51 @@ def few_queries(
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def serves_causal(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, spec: Spec) -> bool:
+    """Whether the causal backward on Hopper can take the case and is chosen."""
+    arch = device_of(q)[0]
+    if not configs.causal_backward_chosen(arch, (q_offsets.numel() - 1) * q.shape[1]):
+        return False
+    return hopper.fits(q, q_offsets, k_offsets, spec.left, spec.right, spec.max_q_len, arch)
+
+
+def causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, offsets: Tensor, spec: Spec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dq, dk, dv), contiguous, of causal softmax self-attention with or without a window, on Hopper.
+
+    grad, q, out [T, H, d] and k, v [U, H, d] with unit stride along d, for which `hopper.fits` holds; lse fp32 [H, T].
+    Rows past the last offset get 0. Deterministic.
+    """
+    dq, dk, dv = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    if offsets.numel() == 1 or q.numel() == 0 or k.numel() == 0:
+        return dq.zero_(), dk.zero_(), dv.zero_()
+    zeros, stats, order = describe_queries(grad, out, lse, offsets)
+    with on_device(q):
+        tensors = (q, k, v, grad, dq, dk, dv)
+        hopper.backward(tensors, offsets, order, stats, zeros, spec.left, spec.max_q_len, spec.scale)
+    return dq, dk, dv
+
+
+def describe_queries(grad: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """hopper.ZEROS zeros; fp32 [2, H, T], -log2(e) * lse and rowsum(grad * out); the sequences, int32, the longest first."""
+    tokens, heads, d = grad.shape
+    batch = offsets.numel() - 1
+    # One buffer, whose beginning is aligned to 16 bytes whatever T is.
+    numbers = torch.empty(hopper.ZEROS + 2 * heads * tokens, dtype=torch.float32, device=grad.device)
+    zeros, stats = numbers[: hopper.ZEROS], numbers[hopper.ZEROS :].view(2, heads, tokens)
+    order = torch.empty(batch, dtype=torch.int32, device=grad.device)
+    vector, width = vector_of((grad, out), d), padded_width(d)
+    config = configs.queries_tile()
+    blocks = block_count(tokens, config.block_m)
+    with on_device(grad):
+        queries.describe_queries[grid_of(max(heads * blocks, block_count(batch, queries.RANKED)))](
+            grad, out, lse.contiguous(), offsets, zeros, stats, order, *strides(vector, grad, out),
+            batch, heads, blocks, tokens, d // vector,
+            ZEROS=hopper.ZEROS, RANKED=queries.RANKED, BLOCK_M=config.block_m, BLOCK_D=width, VEC=vector,
+            EVEN=width == d, UPCAST=grad.dtype == torch.bfloat16 and not grad.is_cuda,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+    return zeros, stats, order

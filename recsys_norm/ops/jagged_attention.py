@@ -338,6 +338,8 @@ def jagged_softmax_backward(
     spec = _launch_spec(q.shape[1], max_q_len, max_k_len, None, scale, causal, window)
     if softmax.serves_few_queries(q, q_offsets.numel() - 1, spec):
         return softmax.few_queries(grad, q, k, v, *_unit_stride(out), lse, q_offsets, k_offsets, spec)
+    if softmax.serves_causal(q, q_offsets, k_offsets, spec):
+        return softmax.causal_backward(grad, q, k, v, *_unit_stride(out), lse, q_offsets, spec)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
         *_flash_ready(grad, q, k, v, out), lse, *_flash_offsets(q_offsets, k_offsets), max_q_len, max_k_len, 0.0,

@@ -1,0 +1,66 @@
+"""What the Hopper backward (../hopper/softmax_backward_kernels.py) wants to know beforehand: two numbers of each query, and the
+order of the sequences, the longest first.
+
+    stats[0, h, t] = -log2(e) * lse[h, t]        stats[1, h, t] = rowsum(dO * o)
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from recsys_norm.kernels.gdpa.common import load_tile
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+RANKED = 32  # sequences that a program ranks
+
+
+@triton.jit(
+    do_not_specialize=["g_token", "g_head", "o_token", "o_head", "batch", "heads", "blocks", "queries", "width"]
+)
+def describe_queries(
+    g_ptr, o_ptr, lse_ptr, offsets_ptr, zeros_ptr, stats_ptr, order_ptr,
+    g_token, g_head, o_token, o_head,  # strides, in units of VEC elements
+    batch, heads, blocks, queries, width,
+    ZEROS: tl.constexpr, RANKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    VEC: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A program takes BLOCK_M queries of one head; the first ones also rank RANKED sequences each, so there are at least
+    batch / RANKED. lse is a contiguous [heads, queries]. Equally long sequences keep their order."""
+    program = tl.program_id(0)
+    if program == 0:
+        tl.store(zeros_ptr + tl.arange(0, ZEROS), tl.zeros([ZEROS], tl.float32))
+    if program * RANKED < batch:
+        b = program * RANKED + tl.arange(0, RANKED)
+        _, length = _lengths(offsets_ptr, b, batch)
+        rank = tl.zeros([RANKED], tl.int32)
+        for first in tl.range(0, batch, 64, num_stages=1):
+            other = first + tl.arange(0, 64)
+            there, rival = _lengths(offsets_ptr, other, batch)
+            ahead = (rival[None, :] > length[:, None]) | (
+                (rival[None, :] == length[:, None]) & (other[None, :] < b[:, None])
+            )
+            rank += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
+        tl.store(order_ptr + rank, b, mask=b < batch)
+    head = program % heads
+    rows = program // heads * BLOCK_M + tl.arange(0, BLOCK_M)
+    if program // heads < blocks:
+        cols = tl.arange(0, BLOCK_D)
+        at = head.to(tl.int64) * VEC
+        width = width * VEC
+        g = load_tile(g_ptr + at * g_head, rows, queries, g_token * VEC, cols, width, EVEN, UPCAST)
+        o = load_tile(o_ptr + at * o_head, rows, queries, o_token * VEC, cols, width, EVEN, UPCAST)
+        inside = rows < queries
+        at = head.to(tl.int64) * queries
+        lse = tl.load(lse_ptr + at + rows, mask=inside, other=0.0)
+        tl.store(stats_ptr + at + rows, lse * -_LOG2E, mask=inside)
+        at += tl.cast(heads, tl.int64) * queries
+        tl.store(stats_ptr + at + rows, tl.sum(g.to(tl.float32) * o.to(tl.float32), 1), mask=inside)
+
+
+@triton.jit
+def _lengths(offsets_ptr, b, batch):
+    """Which of the sequences b there are, and how long they are."""
+    there = b < batch
+    start = tl.load(offsets_ptr + b, mask=there, other=0)
+    return there, (tl.load(offsets_ptr + b + 1, mask=there, other=0) - start).to(tl.int32)
