@@ -15,7 +15,9 @@ MOST_PAIRS = 2**30  # of a sequence and a head: the kernel counts in 32 bits
 ZEROS = 512  # numbers that a program reads where a block has no sums yet
 
 
-def fits(q: Tensor, q_offsets: Tensor, k_offsets: Tensor, left: int | None, right: int | None, longest: int, arch: int):
+def fits(
+    q: Tensor, q_offsets: Tensor, k_offsets: Tensor, left: int | None, right: int | None, longest: int, arch: int
+) -> bool:
     """Whether the kernel takes q [T, heads, d] with these offsets, a window of `left` keys before a query's own and `right`
     behind, and sequences of up to `longest`."""
     if q.dtype != torch.bfloat16 or q.shape[2] != WIDTH or right != 0:

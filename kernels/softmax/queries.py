@@ -1,5 +1,5 @@
-"""What the Hopper backward (../hopper/softmax_backward_kernels.py) wants to know beforehand: two numbers of each query, and the
-order of the sequences, the longest first.
+"""What the Hopper backward (../hopper/softmax_backward_kernels.py) wants to know beforehand: two numbers of each query, and
+the order of the sequences, the longest first.
 
     stats[0, h, t] = -log2(e) * lse[h, t]        stats[1, h, t] = rowsum(dO * o)
 """
