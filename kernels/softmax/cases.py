@@ -8,7 +8,7 @@ from typing import Any
 from recsys_norm.kernels.compile import CompileCase
 from recsys_norm.kernels.gdpa.configs import Config, padded_width
 from recsys_norm.kernels.hopper.softmax_backward import ZEROS
-from recsys_norm.kernels.softmax import backward, configs, forward, queries
+from recsys_norm.kernels.softmax import backward, configs, forward, forward_blocks, queries
 
 _TYPES = {f"{x}_ptr": "*i32:16" for x in ("q_offsets", "k_offsets", "offsets", "order")}
 _TYPES |= {f"{x}_ptr": "*fp32:16" for x in ("lse", "stats", "zeros")} | {"scale": "fp32"}
@@ -23,9 +23,9 @@ def _case(kernel: Any, config: Config, d: int, dtype: str, **constants: Any) -> 
         if not p.is_constexpr
     }
     args |= {"BLOCK_M": config.block_m, "BLOCK_D": width}
-    args |= {"VEC": 8, "EVEN": width == d, "UPCAST": False} | constants
-    if any(p.name == "BLOCK_N" for p in kernel.params):
-        args["BLOCK_N"] = config.block_n
+    args |= {"VEC": 8, "EVEN": width == d, "UPCAST": False, "BLOCK_N": config.block_n} | constants
+    args |= {f"{x}_blocks": f"tensordesc<{dtype}[{config.block_n}, {width}]>" for x in "kv"}
+    args = {p.name: args[p.name] for p in kernel.params}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     label = f"d{d} {dtype}{' masked' if constants.get('MASKED') else ''} {config.block_m}x{config.block_n}"
     return CompileCase(f"softmax.{kernel.__name__}", label, kernel, args, options)
@@ -39,5 +39,7 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
     yield _case(backward.few_queries, configs.few_queries_tile(), 128, "bf16")
     if arch != 90:
         return
+    for masked in (True, False):
+        yield _case(forward_blocks.forward_blocks, configs.tile(arch, 128), 128, "bf16", MASKED=masked)
     more = {"ZEROS": ZEROS, "RANKED": queries.RANKED}
     yield _case(queries.describe_queries, configs.queries_tile(), 128, "bf16", **more)

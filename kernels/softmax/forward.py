@@ -22,11 +22,32 @@ _SIZES = [
 
 
 @triton.jit
-def _zero_values(base, first, last, worker, workers, COUNT: tl.constexpr):
+def zero_values(base, first, last, worker, workers, COUNT: tl.constexpr):
     worker, workers = tl.cast(worker, tl.int64), tl.cast(workers, tl.int64)
     lanes = tl.arange(0, COUNT)
     for at in tl.range(first + worker * COUNT, last, workers * COUNT, num_stages=1):
         tl.store(base + at + lanes, tl.zeros([COUNT], tl.float32), mask=at + lanes < last)
+
+
+@triton.jit
+def absorb(s, v, o, peak, weight, factor, UPCAST: tl.constexpr):
+    """One block of scores (-inf where a pair does not attend) and values into the running output, maximum and sum."""
+    above = tl.maximum(peak, tl.max(s, 1))
+    # Not s * factor - above * factor: fused, that differs from 0 by the rounding of a product, which large scores feel.
+    p = tl.math.exp2((s - above[:, None]) * factor)
+    shrink = tl.math.exp2((peak - above) * factor)
+    weight = weight * shrink + tl.sum(p, 1)
+    o = tl.dot(operand(p, v, UPCAST), v, o * shrink[:, None])
+    return o, above, weight
+
+
+@triton.jit
+def log_sum_exp(o, peak, weight, scale):
+    """The finished output, and the log-sum-exp."""
+    seen = weight > 0.0
+    weight = tl.where(seen, weight, 1.0)
+    lse = tl.where(seen, peak * scale + tl.math.log2(weight) * _LN2, float("inf"))
+    return o * (1.0 / weight)[:, None], lse
 
 
 @triton.jit(do_not_specialize=_SIZES)
@@ -52,7 +73,7 @@ def forward(
     lse_ptr += head.to(tl.int64) * queries
     end = tl.load(q_offsets_ptr + batch).to(tl.int64)
     zero_rows(o_ptr, end, queries, b * blocks + block, batch * blocks, o_token, cols, width, BLOCK_M, EVEN)
-    _zero_values(lse_ptr, end, queries, b * blocks + block, batch * blocks, BLOCK_M)
+    zero_values(lse_ptr, end, queries, b * blocks + block, batch * blocks, BLOCK_M)
     first = block * BLOCK_M
     if first >= q_len:
         return
@@ -85,16 +106,7 @@ def forward(
             if MASKED:
                 attends = attends & in_window(rows[:, None], key, left, right)
             s = tl.where(attends, s, float("-inf"))
-        above = tl.maximum(peak, tl.max(s, 1))
-        # Not s * factor - above * factor: fused, that differs from 0 by the rounding of a product, which large scores feel.
-        p = tl.math.exp2((s - above[:, None]) * factor)
-        shrink = tl.math.exp2((peak - above) * factor)
-        peak = above
-        weight = weight * shrink + tl.sum(p, 1)
-        o = tl.dot(operand(p, v, UPCAST), v, o * shrink[:, None])
-    seen = weight > 0.0
-    weight = tl.where(seen, weight, 1.0)
-    lse = tl.where(seen, peak * scale + tl.math.log2(weight) * _LN2, float("inf"))
-    o = o * (1.0 / weight)[:, None]
+        o, peak, weight = absorb(s, v, o, peak, weight, factor, UPCAST)
+    o, lse = log_sum_exp(o, peak, weight, scale)
     store_tile(o_ptr + q_start * o_token, o, rows, q_len, o_token, cols, width, EVEN)
     tl.store(lse_ptr + q_start + rows, lse, mask=rows < q_len)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from recsys_norm.kernels.gdpa.configs import Config, padded_width
 from recsys_norm.kernels.gdpa.launch import (
@@ -21,7 +22,7 @@ from recsys_norm.kernels.gdpa.launch import (
 )
 from recsys_norm.kernels.hopper import softmax_backward as hopper
 from recsys_norm.kernels.softmax import backward as backward_kernels
-from recsys_norm.kernels.softmax import configs, queries
+from recsys_norm.kernels.softmax import configs, forward_blocks, queries
 from recsys_norm.kernels.softmax import forward as kernels
 
 
@@ -54,15 +55,39 @@ def forward(
     blocks = block_count(spec.max_q_len, config.block_m)
     vector = vector_of((q, k, v, out), d)
     width = padded_width(d)
+    constants = {
+        "MASKED": spec.masked,
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_D": width,
+        "VEC": vector,
+        "UPCAST": q.dtype == torch.bfloat16 and not q.is_cuda,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    tensors = (q, k, v, out, lse, q_offsets, k_offsets, *strides(vector, q, k, v, out), batch, heads, blocks, tokens)
+    grid = grid_of(batch * heads * blocks)
     with on_device(q):
-        kernels.forward[grid_of(batch * heads * blocks)](
-            q, k, v, out, lse, q_offsets, k_offsets, *strides(vector, q, k, v, out),
-            batch, heads, blocks, tokens, d // vector, *spec.scalars,
-            MASKED=spec.masked, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_D=width,
-            VEC=vector, EVEN=width == d, UPCAST=q.dtype == torch.bfloat16 and not q.is_cuda,
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+        if configs.through_descriptors(device_of(q)[0], d) and vector > 1 and _has_descriptor(k) and _has_descriptor(v):
+            both = (_blocks(k, config.block_n), _blocks(v, config.block_n))
+            forward_blocks.forward_blocks[grid](*both, *tensors, *spec.scalars, **constants)
+        else:
+            kernels.forward[grid](*tensors, d // vector, *spec.scalars, EVEN=width == d, **constants)
     return out, lse
+
+
+def _columns(x: Tensor) -> int:
+    """From the first head's first to the last head's last, of x [.., heads, d]."""
+    return (x.shape[1] - 1) * x.stride(1) + x.shape[2]
+
+
+def _has_descriptor(x: Tensor) -> bool:
+    return 0 < x.shape[0] < 2**31 and x.stride(0) >= _columns(x)
+
+
+def _blocks(x: Tensor, rows: int) -> TensorDescriptor:
+    """Blocks of `rows` rows and one head, of a matrix whose columns are those of all heads."""
+    return TensorDescriptor(x, [x.shape[0], _columns(x)], [x.stride(0), 1], [rows, x.shape[2]])
 
 
 def serves_few_queries(q: Tensor, batch: int, spec: Spec) -> bool:

@@ -7,7 +7,7 @@ from attention_cases import LENGTHS, Problem, check
 
 from recsys_norm.kernels.gdpa.configs import Config
 from recsys_norm.kernels.gdpa.launch import Spec
-from recsys_norm.kernels.softmax import launch
+from recsys_norm.kernels.softmax import configs, launch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -169,6 +169,49 @@ def test_a6_more_than_two_billion_elements():
     expected, expected_lse = launch.forward(tail, tail, tail, small, small, spec)
     assert torch.equal(o[-last:], expected) and torch.equal(lse[:, -last:], expected_lse)
     assert not o[:-last].any()
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Switched on where the GPU has them, and the number of launches with them."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("keys through descriptors are for Hopper")
+    calls = []
+    blocks = launch._blocks
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", True)
+    monkeypatch.setattr(launch, "_blocks", lambda x, rows: calls.append(rows) or blocks(x, rows))
+    return lambda: len(calls) // 2
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_descriptors_lengths_and_slack(case, descriptors):
+    check_all(problem(*LENGTHS[case], d=128, dtype=torch.bfloat16, slack=5))
+    assert descriptors() == (1 if sum(LENGTHS[case][1]) + 5 and sum(LENGTHS[case][0]) + 5 else 0)
+
+
+@pytest.mark.parametrize("causal,window", [(False, None), (True, None), (False, 20), (True, 20), (True, 256)])
+def test_descriptors_with_masks(causal, window, descriptors):
+    for longest in (100, 600):
+        lengths = mixed_lengths(6, longest)
+        options = dict(causal=causal, window=window)
+        check_all(problem(lengths, lengths, d=128, dtype=torch.bfloat16, slack=7, options=options))
+    assert descriptors() == 2
+
+
+def test_descriptors_slices_nan_and_equal_bits(descriptors):
+    lengths = [70, 33, 100] * 20
+    p = problem(lengths, lengths, heads=4, d=128, dtype=torch.bfloat16, options=dict(causal=True, window=50))
+    o, lse, *_ = run(p)
+    p.q, p.k, p.v = torch.stack([p.q, p.k, p.v], 1).unbind(1)
+    for _ in range(300):
+        actual, actual_lse = launch.forward(*p.arguments, Spec(100, 100, (), p.d**-0.5, left=49, right=0))
+        assert torch.equal(actual, o) and torch.equal(actual_lse, lse)
+    for x in (p.q, p.k, p.v):
+        x[70:103] = float("nan")
+    actual, actual_lse, *_ = run(p)
+    for rows in (slice(0, 70), slice(103, sum(lengths))):
+        assert torch.equal(actual[rows], o[rows]) and torch.equal(actual_lse[:, rows], lse[:, rows])
+    assert actual[70:103].isnan().all() and descriptors() == 302
 
 
 def test_other_tiles_agree():

@@ -10,7 +10,7 @@ from attention_cases import LENGTHS, Problem, check, loop
 from recsys_norm.kernels.compile import declared_architectures, run_checks
 from recsys_norm.kernels.gdpa.configs import Config
 from recsys_norm.kernels.gdpa.launch import Spec
-from recsys_norm.kernels.softmax import launch
+from recsys_norm.kernels.softmax import configs, launch
 from recsys_norm.testing import check_close_to_reference
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel on the GPU")
@@ -105,6 +105,43 @@ def test_a7_slices_of_a_fused_projection():
     p.q, p.k, p.v = torch.stack([p.q, p.k, p.v], 1).unbind(1)
     for actual, right in zip(run(p), expected):
         assert torch.equal(actual, right)
+
+
+@pytest.fixture
+def descriptors(monkeypatch):
+    """Switched on, and the number of launches with them."""
+    calls = []
+    blocks = launch._blocks
+    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", True)
+    monkeypatch.setattr(launch, "_blocks", lambda x, rows: calls.append(rows) or blocks(x, rows))
+    return lambda: len(calls) // 2
+
+
+@pytest.mark.parametrize("lengths", [n for n in LENGTHS if n != "length one"])
+def test_keys_through_descriptors(lengths, descriptors):
+    p = Problem(*LENGTHS[lengths], heads=2, d=32, dtype=torch.float16, slack=3)
+    check_all(p)
+    assert descriptors() == 1
+
+
+@pytest.mark.parametrize("causal,window", [(True, None), (False, 3), (True, 40)])
+def test_keys_through_descriptors_with_masks(causal, window, descriptors):
+    for q_len, k_len in (([70, 4], [70, 4]), ([50, 5], [30, 2]), ([20], [90])):
+        p = Problem(q_len, k_len, heads=1, dtype=torch.bfloat16, slack=1, options=dict(causal=causal, window=window))
+        check_all(p)
+    assert descriptors() == 3
+
+
+def test_descriptors_of_slices(descriptors):
+    """Thirds of one projection, where a tensor's rows overlap the next one's; a width, or rows, that have no descriptor."""
+    p = Problem([40, 7], [40, 7], dtype=torch.float16, d=32)
+    expected = run(p)
+    p.q, p.k, p.v = torch.stack([p.q, p.k, p.v], 1).unbind(1)
+    assert all(torch.equal(a, b) for a, b in zip(run(p), expected)) and descriptors() == 2
+    p.k = p.k[:1].expand(p.k.shape)
+    run(p)
+    check_all(Problem([20, 7], [20, 7], dtype=torch.float16, d=24))
+    assert descriptors() == 2
 
 
 def test_a10_large_scores_stay_finite():
