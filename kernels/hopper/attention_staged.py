@@ -84,7 +84,8 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     q, k, v, q_offsets, k_offsets, *parameters = saved[:11]
     q_mean, q_rstd = saved[11:13]
     batch = q_offsets.numel() - 1
-    if problem.H * (problem.M + gdpa_backward.EXTRA * batch) > gdpa_backward.MAX_COST:  # the problem has no batch size
+    too_many = problem.H * (problem.M + gdpa_backward.EXTRA * batch) > gdpa_backward.MAX_COST
+    if too_many or batch == 0:  # which the problem, that has no batch size, does not tell
         from recsys_norm.kernels.norm.attention import backward as separate
 
         return separate(problem, saved, grads, needs)

@@ -27,7 +27,9 @@ def problem(M=70, H=2, d=128, **fields):
     spec = dict(max_q_len=50, max_k_len=128, activation=("gelu",), softmax=False, scale=0.5, causal=False, window=None)
     spec |= dict(pre_norm="layer", pre_norm_on="q", pre_norm_scope="all_heads", post_norm="rms", inner_residual=False)
     spec |= {k: fields.pop(k) for k in list(fields) if k in spec}
-    values = dict(op="norm_attention", norm="rms", M=M, K=H * d, N=H * d, dtype=BF16, param_dtype=BF16, eps=1e-5, H=H, d=d)
+    values = dict(
+        op="norm_attention", norm="rms", M=M, K=H * d, N=H * d, dtype=BF16, param_dtype=BF16, eps=1e-5, H=H, d=d
+    )
     values |= dict(device="cuda", arch=90, triton_version=(3, 6), training=True) | fields
     return Problem(**values, attention=AttentionSpec(**spec))
 
@@ -90,7 +92,9 @@ def test_what_the_kernels_get(pre, post, monkeypatch):
             assert (named["o_rstd_ptr"], named["rstd_ptr"], named["mean_ptr"]) == (o_rstd, q_rstd, q_mean)
             assert named["q_step"] == 2 and named["most"] == 128 and named["half_scale"] == 0.25
             assert (named["batch"], named["heads"], named["T"], named["U"], named["q_pitch"]) == (2, 2, 70, 40, 256)
-            assert programs == 2 * (70 + 128) // 192 and named["hat_desc"].data_ptr() == (hat if post else dout).data_ptr()
+            assert (
+                programs == 2 * (70 + 128) // 192 and named["hat_desc"].data_ptr() == (hat if post else dout).data_ptr()
+            )
         else:
             assert named["T"] == (70 if post else 0) and named["last"] == 4 and named["layer"] == (post == "layer")
             assert named["narrow"] == (0 if pre or post else 1) and programs == (35 if post else 1)
@@ -109,7 +113,9 @@ def numbers(words):
 
 
 def run(function, machine, names, inputs):
-    text = getattr(attention_staged_moves if hasattr(attention_staged_moves, function) else gdpa_backward_moves, function)
+    text = getattr(
+        attention_staged_moves if hasattr(attention_staged_moves, function) else gdpa_backward_moves, function
+    )
     machine.run(text.fn((), inputs), names)
 
 
@@ -154,7 +160,9 @@ def test_the_gradient_goes_through_the_post_norm():
 
 
 @pytest.mark.parametrize("rows", [64, 37, 1])
-@pytest.mark.parametrize("pre,mean,post", [(True, True, True), (True, False, True), (False, False, True), (True, True, False)])
+@pytest.mark.parametrize(
+    "pre,mean,post", [(True, True, True), (True, False, True), (False, False, True), (True, True, False)]
+)
 def test_terms_of_rows(rows, pre, mean, post):
     """`mean` is relative to the row's first element; without a norm a row stays what it is."""
     m, first, T, pitch = machine(), 11, 80, 384
