@@ -67,11 +67,11 @@ def test_a4_empty_sequences(name, H):
     run([scale * n for n in queries], [scale * n for n in keys], H=H, pre="layer", post=post)
 
 
-@pytest.mark.parametrize("H", [1, 2, 3, 5, 8, 12, 16])
+@pytest.mark.parametrize("H", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("longest", [64, 300])
 def test_a8_heads(H, longest):
     run(lengths(6, longest), lengths(6, 128, 1), H=H, pre="layer", post="rms")
-    run(lengths(6, longest), [128] * 6, H=H, pre="layer", post="rms", own=False)
+    run(lengths(6, longest), [128] * 6, H=H, pre="layer", post="rms")
 
 
 @pytest.mark.parametrize("keys", [1, 64, 127, 128])

@@ -59,7 +59,7 @@ def test_what_it_does_not_take(fields, reason):
 # ---- what its kernels get --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pre,post", itertools.product([None, "rms", "layer"], repeat=2))
+@pytest.mark.parametrize("pre,post", list(itertools.product([None, "rms", "layer"], repeat=2)))
 def test_what_the_kernels_get(pre, post, monkeypatch):
     calls = {}
     monkeypatch.setattr(launch, "get", lambda name: lambda *a, **options: calls.update({name: (a, options)}))
@@ -203,3 +203,33 @@ def test_accumulators_go_to_panels(apart):
     right = 40960 if apart else 8192
     data = np.concatenate([m.shared[:8192], m.shared[right : right + 8192]])
     assert (numbers(unswizzled(data)) == tile).all()
+
+
+# ---- sums over rows --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("param_dtype", [BF16, torch.float32])
+def test_sums_over_rows(norm, param_dtype):
+    """In Triton's interpreter, with NaN in the rows past the last offset and 3 programs for 9 blocks of rows."""
+    from recsys_norm.kernels.hopper.row_terms_kernels import row_terms_kernel
+
+    T, D, programs = 20, 384, 3
+    g = torch.Generator().manual_seed(0)
+    dout, hat = (torch.randn(T, D, generator=g).to(BF16) for _ in range(2))
+    dout[17:], hat[17:] = float("nan"), float("nan")
+    parameters = [torch.randn(D, generator=g).to(param_dtype) for _ in range(3)]
+    means, vectors = torch.full((T, 2), 7.0), torch.full((3, D), float("nan"))
+    partial = torch.full((2, programs, D), float("nan"))
+    offsets = torch.tensor([0, 5, 17])
+    row_terms_kernel[(programs,)](
+        dout, hat, *parameters, offsets.view(torch.int32), means, vectors, partial, dout.stride(0), hat.stride(0), 4, T, D,
+        int(param_dtype == BF16), int(norm == "layer"), BLOCK=512, ROWS=2, STAGES=1,
+    )  # fmt: skip
+    x, h = dout[:17].float(), hat[:17].float()
+    weight = parameters[0].float()
+    c1 = (x * weight).mean(1) if norm == "layer" else torch.zeros(17)
+    torch.testing.assert_close(means[:17], -torch.stack([c1, (x * weight * h).mean(1)], 1), rtol=1e-4, atol=1e-5)
+    assert (means[17:] == 7).all()
+    torch.testing.assert_close(partial.sum(1), torch.stack([(x * h).sum(0), x.sum(0)]), rtol=1e-4, atol=1e-4)
+    assert torch.equal(vectors, torch.stack([parameters[i].float() for i in (1, 2, 0)]))
