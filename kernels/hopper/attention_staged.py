@@ -11,6 +11,8 @@ attention, written and read, and the normalised q, likewise. The forward is `fla
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -90,7 +92,7 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
 
         return separate(problem, saved, grads, needs)
     result: list[Tensor | None] = [None] * 12
-    terms = row_terms(problem, saved, grads[0])
+    terms = row_terms(problem, saved, grads[0], biased=needs[10])
     result[9] = terms.sum_of(0, problem.param_dtype) if needs[9] else None
     result[10] = terms.sum_of(1, problem.param_dtype) if needs[10] else None
     if not (any(needs[:3]) or any(needs[5:7])):
@@ -109,11 +111,17 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     return tuple(result)
 
 
-class Terms:
+class Terms(NamedTuple):
     """What pass 1 leaves: rows of dout and of the post-norm's output for pass 2, and what row_terms_kernel makes."""
 
-    def __init__(self, dout: Tensor, hat: Tensor, means: Tensor, vectors: Tensor, partial: Tensor):
-        self.dout, self.hat, self.means, self.vectors, self.partial = dout, hat, means, vectors, partial
+    dout: Tensor
+    hat: Tensor
+    means: Tensor
+    vectors: Tensor
+    partial: Tensor
+    flags: (
+        Tensor  # of this launch alone: CUDA graphs of torch.compile keep no tensor that outlives the call that made it
+    )
 
     def sum_of(self, which: int, dtype: torch.dtype) -> Tensor:
         """The gradient of the post-norm's weight (0) or bias (1)."""
@@ -122,7 +130,7 @@ class Terms:
         return _reduce(self.partial[which : which + 1], (dtype,), self.partial.shape[2])[0]
 
 
-def row_terms(problem: Problem, saved: Tensors, dout: Tensor) -> Terms:
+def row_terms(problem: Problem, saved: Tensors, dout: Tensor, biased: bool = False) -> Terms:
     q_offsets, hat, spec = saved[3], saved[17], problem.attention
     T, D = problem.M, problem.H * problem.d
     dout = attention.as_rows(dout)
@@ -136,15 +144,27 @@ def row_terms(problem: Problem, saved: Tensors, dout: Tensor) -> Terms:
         programs = min(-(-T // max(1, 512 // block)), PER_MULTIPROCESSOR * launch.multiprocessors(dout.device))
     new = dict(dtype=torch.float32, device=dout.device)
     means, vectors = torch.empty((T, 2), **new), torch.empty((3, D), **new)
-    partial = torch.empty((2, programs, D), **new)
+    partial = torch.empty((2 if biased else 1, programs, D), **new)
+    flags = torch.empty(2 * launch.multiprocessors(dout.device), dtype=torch.int32, device=dout.device)
     step = q_offsets.element_size() // 4
     launch.get(f"row_terms_{block}")(
         programs,
-        *(dout, hat, *parameters, q_offsets.contiguous(), means, vectors, partial, dout.stride(0), hat.stride(0)),
+        *(
+            dout,
+            hat,
+            *parameters,
+            q_offsets.contiguous(),
+            means,
+            vectors,
+            partial,
+            flags,
+            dout.stride(0),
+            hat.stride(0),
+        ),
         *((q_offsets.numel() - 1) * step, T if spec.post_norm is not None else 0, D, narrow),
-        int(spec.post_norm == "layer"),
+        *(int(spec.post_norm == "layer"), int(biased), flags.numel()),
     )
-    return Terms(dout, hat, means, vectors, partial)
+    return Terms(dout, hat, means, vectors, partial, flags)
 
 
 def attend_backward(problem: Problem, saved: Tensors, terms: Terms) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,16 +178,22 @@ def attend_backward(problem: Problem, saved: Tensors, terms: Terms) -> tuple[Ten
     dk, dv = (torch.empty(k.shape, dtype=k.dtype, device=k.device) for _ in range(2))
     flat = dq.view(T, -1)
     maps = [rows, keys, values, terms.dout, terms.hat, flat, *(t.view(U, -1) if U else flat for t in (dk, dv))]
-    processors = launch.multiprocessors(q.device)
     cost = heads * (T + gdpa_backward.EXTRA * batch)
-    programs = max(1, min(processors, cost // gdpa_backward.LEAST))
+    programs = max(1, min(launch.multiprocessors(q.device), cost // gdpa_backward.LEAST))
     sums = torch.empty((programs, 2, gdpa_backward.MAX_KEYS, gdpa_backward.WIDTH), dtype=torch.float32, device=q.device)
-    # Of this launch alone: CUDA graphs of torch.compile keep no tensor that outlives the call that made it.
-    flags = torch.zeros(2 * processors, dtype=torch.int32, device=q.device)
     launch.get(f"attention_staged_{spec.activation[0]}_bf16")(
         programs,
         *(*maps, rows, dq, dk, dv, o_rstd, terms.means, q_rstd, q_mean, terms.vectors),
-        *(q_offsets.contiguous(), k_offsets.contiguous(), sums, flags, rows.stride(0), flat.stride(0), batch, heads),
+        *(
+            q_offsets.contiguous(),
+            k_offsets.contiguous(),
+            sums,
+            terms.flags,
+            rows.stride(0),
+            flat.stride(0),
+            batch,
+            heads,
+        ),
         *(q_offsets.element_size() // 4, k_offsets.element_size() // 4, min(spec.max_k_len, gdpa_backward.MAX_KEYS)),
         *(T, U, 0.5 * spec.scale),
         cooperative=True,

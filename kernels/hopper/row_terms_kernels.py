@@ -5,8 +5,8 @@ D the width of a row:
     t = dout weight    c1 = sum(t) / D (layer norm only)    c2 = sum(t zhat) / D    means = (-c1, -c2)
     dweight = sum_rows dout zhat    dbias = sum_rows dout    as fp32 partials of each program, no atomics
 
-so that the gradient at the norm's input is r (t - c1 - c2 zhat). The parameters are also copied, as fp32 and with what
-absent ones stand for.
+so that the gradient at the norm's input is r (t - c1 - c2 zhat). For the kernel that follows, the parameters are also
+copied, as fp32 and with what absent ones stand for, and its flags cleared, which saves launches.
 """
 
 import triton
@@ -34,7 +34,8 @@ def row_terms_kernel(
     offsets_ptr,  # whose word `last` tells how many rows hold tokens
     means_ptr,  # [T, 2] fp32
     vectors_ptr,  # [3, D] fp32: weight and bias of the pre-norm, weight of the post-norm
-    partial_ptr,  # [2, programs, D] fp32: of dweight and dbias
+    partial_ptr,  # [1 or 2, programs, D] fp32: of dweight and, if `biased`, of dbias
+    flags_ptr,  # [flags] i32
     dout_pitch,
     hat_pitch,
     last,
@@ -42,6 +43,8 @@ def row_terms_kernel(
     D,
     narrow,
     layer,
+    biased,
+    flags,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -56,6 +59,8 @@ def row_terms_kernel(
         tl.store(vectors_ptr + cols, pre_weight, mask=inside)
         tl.store(vectors_ptr + D + cols, pre_bias, mask=inside)
         tl.store(vectors_ptr + 2 * D + cols, weight, mask=inside)
+        for first in range(0, flags, BLOCK):
+            tl.store(flags_ptr + first + cols, tl.zeros((BLOCK,), tl.int32), mask=first + cols < flags)
     slope = -1.0 / D
     shift = tl.where(layer != 0, slope, 0.0)
     sum_weight = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -76,7 +81,8 @@ def row_terms_kernel(
         tl.store(means_ptr + 2 * rows.to(tl.int64) + 1, slope * c2, mask=rows < live)
     place = tl.program_id(0).to(tl.int64) * D + cols
     tl.store(partial_ptr + place, tl.sum(sum_weight, 0), mask=inside)
-    tl.store(partial_ptr + tl.num_programs(0).to(tl.int64) * D + place, tl.sum(sum_bias, 0), mask=inside)
+    if biased != 0:
+        tl.store(partial_ptr + tl.num_programs(0).to(tl.int64) * D + place, tl.sum(sum_bias, 0), mask=inside)
 
 
 # Longest row -> rows of a step, warps: those of ../norm/configs.py, which keep the most loads in flight.
@@ -88,8 +94,17 @@ def variants():
         args = {"dout_ptr": "*bf16:16", "hat_ptr": "*bf16:16"}
         args |= {f"{x}_ptr": "*fp32:16" for x in ("weight", "pre_weight", "pre_bias")}
         args |= {"offsets_ptr": "*i32", "means_ptr": "*fp32:16", "vectors_ptr": "*fp32:16", "partial_ptr": "*fp32:16"}
+        args |= {"flags_ptr": "*i32:16"}
         args |= {"dout_pitch": "i64:8", "hat_pitch": "i64:8", "last": "i32", "T": "i32", "D": "i32:16"}
-        args |= {"narrow": "i32", "layer": "i32", "BLOCK": block, "ROWS": rows, "STAGES": 3}
+        args |= {
+            "narrow": "i32",
+            "layer": "i32",
+            "biased": "i32",
+            "flags": "i32",
+            "BLOCK": block,
+            "ROWS": rows,
+            "STAGES": 3,
+        }
         yield Variant(f"row_terms_{block}", row_terms_kernel, args, num_warps=warps)
 
 

@@ -221,10 +221,10 @@ def test_sums_over_rows(norm, param_dtype):
     parameters = [torch.randn(D, generator=g).to(param_dtype) for _ in range(3)]
     means, vectors = torch.full((T, 2), 7.0), torch.full((3, D), float("nan"))
     partial = torch.full((2, programs, D), float("nan"))
-    offsets = torch.tensor([0, 5, 17])
+    offsets, flags = torch.tensor([0, 5, 17]), torch.full((601,), 3, dtype=torch.int32)
     row_terms_kernel[(programs,)](
-        dout, hat, *parameters, offsets.view(torch.int32), means, vectors, partial, dout.stride(0), hat.stride(0), 4, T, D,
-        int(param_dtype == BF16), int(norm == "layer"), BLOCK=512, ROWS=2, STAGES=1,
+        dout, hat, *parameters, offsets.view(torch.int32), means, vectors, partial, flags, dout.stride(0), hat.stride(0), 4,
+        T, D, int(param_dtype == BF16), int(norm == "layer"), 1, 600, BLOCK=512, ROWS=2, STAGES=1,
     )  # fmt: skip
     x, h = dout[:17].float(), hat[:17].float()
     weight = parameters[0].float()
@@ -232,4 +232,5 @@ def test_sums_over_rows(norm, param_dtype):
     torch.testing.assert_close(means[:17], -torch.stack([c1, (x * weight * h).mean(1)], 1), rtol=1e-4, atol=1e-5)
     assert (means[17:] == 7).all()
     torch.testing.assert_close(partial.sum(1), torch.stack([(x * h).sum(0), x.sum(0)]), rtol=1e-4, atol=1e-4)
+    assert not flags[:600].any() and flags[600] == 3
     assert torch.equal(vectors, torch.stack([parameters[i].float() for i in (1, 2, 0)]))
