@@ -2,7 +2,7 @@
 is bound by its products and so hides what it reads:
 
     1  row_terms_kernels.py         the post-norm's sums over whole rows; its parameters' gradients
-    2  attention_staged_kernels.py  post-norm's backward, norm of q, attention's backward, a head at a time on chip
+    2  attention_ahead_kernels.py   post-norm's backward, norm of q, attention's backward, a head at a time on chip
     3  kernels/norm/backward.py     the pre-norm's backward, with the residual's gradient
 
 A pass over [T, H * d] that norms and attention apart would make, and these do not: the gradient between the norm and the
@@ -20,6 +20,7 @@ from recsys_norm.kernels.hopper import attention, gdpa_backward, launch
 from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
 from recsys_norm.ops.problem import Problem, Tensors
 
+KERNEL = "attention_ahead"  # or "attention_staged": the kernel of pass 2
 MAX_HEADS = 16
 BLOCKS = (128, 256, 512, 1024, 2048)  # row widths of the kernels of row_terms_kernels.py
 PER_MULTIPROCESSOR = 16  # programs of these
@@ -181,7 +182,7 @@ def attend_backward(problem: Problem, saved: Tensors, terms: Terms) -> tuple[Ten
     cost = heads * (T + gdpa_backward.EXTRA * batch)
     programs = max(1, min(launch.multiprocessors(q.device), cost // gdpa_backward.LEAST))
     sums = torch.empty((programs, 2, gdpa_backward.MAX_KEYS, gdpa_backward.WIDTH), dtype=torch.float32, device=q.device)
-    launch.get(f"attention_staged_{spec.activation[0]}_bf16")(
+    launch.get(f"{KERNEL}_{spec.activation[0]}_bf16")(
         programs,
         *(*maps, rows, dq, dk, dv, o_rstd, terms.means, q_rstd, q_mean, terms.vectors),
         *(

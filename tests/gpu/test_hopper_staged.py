@@ -22,6 +22,11 @@ PFFN = dict(activation="gelu")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
+@pytest.fixture(params=["attention_ahead", "attention_staged"], autouse=True)
+def kernel(request, monkeypatch):
+    monkeypatch.setattr(attention_staged, "KERNEL", request.param)
+
+
 def lengths(batch, longest, seed=0):
     sizes = torch.randint(0, longest + 1, (batch,), generator=torch.Generator().manual_seed(seed)).tolist()
     sizes[batch // 2], sizes[-1] = 0, longest

@@ -59,9 +59,11 @@ def test_what_it_does_not_take(fields, reason):
 # ---- what its kernels get --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("kernel", ["attention_ahead", "attention_staged"])
 @pytest.mark.parametrize("pre,post", list(itertools.product([None, "rms", "layer"], repeat=2)))
-def test_what_the_kernels_get(pre, post, monkeypatch):
+def test_what_the_kernels_get(pre, post, kernel, monkeypatch):
     calls = {}
+    monkeypatch.setattr(attention_staged, "KERNEL", kernel)
     monkeypatch.setattr(launch, "get", lambda name: lambda *a, **options: calls.update({name: (a, options)}))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     p = problem(pre_norm=pre, post_norm=post)
@@ -76,10 +78,10 @@ def test_what_the_kernels_get(pre, post, monkeypatch):
     terms = attention_staged.row_terms(p, saved, dout)
     grads = attention_staged.attend_backward(p, saved, terms)
     assert [g.shape for g in grads] == [q.shape, k.shape, v.shape]
-    assert set(calls) == {"row_terms_256", "attention_staged_gelu_bf16"}
+    assert set(calls) == {"row_terms_256", f"{kernel}_gelu_bf16"}
     for name, ((programs, *args), options) in calls.items():
         entry = launch.manifest()["90"]["kernels"][name]
-        assert len(args) == len(entry["params"]) and options == ({"cooperative": True} if "staged" in name else {})
+        assert len(args) == len(entry["params"]) and options == ({"cooperative": True} if kernel in name else {})
         for parameter, a in zip(entry["params"], args):
             if parameter["kind"] == "tile":
                 assert a.dim() == 2 and a.shape[1] == 256 and a.stride(1) == 1
@@ -88,7 +90,7 @@ def test_what_the_kernels_get(pre, post, monkeypatch):
             else:
                 assert isinstance(a, (int, float)), parameter
         named = dict(zip((x["name"] for x in entry["params"]), args))
-        if "staged" in name:
+        if kernel in name:
             assert (named["o_rstd_ptr"], named["rstd_ptr"], named["mean_ptr"]) == (o_rstd, q_rstd, q_mean)
             assert named["q_step"] == 2 and named["most"] == 128 and named["half_scale"] == 0.25
             assert (named["batch"], named["heads"], named["T"], named["U"], named["q_pitch"]) == (2, 2, 70, 40, 256)
