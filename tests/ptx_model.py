@@ -29,6 +29,7 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
+        self.prefetched = []  # addresses, by instruction
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
@@ -50,6 +51,8 @@ class Machine:
             return self._move(kind, operands, active)
         if kind[0] == "stmatrix":
             return self._matrices(*operands)
+        if kind[0] == "prefetch":
+            return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
         target, *sources = operands
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .attention_backward_common import PLAIN, fact, keep_asm, own_shift, pointer
 from .attention_backward_products import accumulator
 from .attention_staged_kernels import ACTIVATIONS, fetch_pair, fetch_values
-from .attention_staged_moves import FEATURES, VECTORS, differentiate, normalise, take_terms
+from .attention_staged_moves import FEATURES, VECTORS, differentiate, expect_terms, normalise, take_terms
 from .gdpa_backward_kernels import activation, scores
 from .gdpa_backward_moves import (
     add_left,
@@ -135,6 +135,7 @@ def side(
         note_part(notes, place, column, row, rows, key, keys, form)
         gl.barrier()
         fetch_pair(k_desc, k_s, 2 * place, kv_full.index(place), key, column)
+        expect_terms(row, rows, facts)
         if rows > 0:
             fetch_q(q_desc, q_s, q_full, q_free, turn, row, column)
         for first in range(0, rows, BLOCK):
@@ -148,6 +149,7 @@ def side(
             )  # fmt: skip
             turn += 1
             if first + BLOCK < rows:
+                expect_terms(row + first + BLOCK, rows - first - BLOCK, facts)
                 fetch_q(q_desc, q_s, q_full, q_free, turn, row + first + BLOCK, column)
         if rows <= 0:
             fetch_values(v_desc, v_s, v_full, v_free, i, key, column)

@@ -122,3 +122,25 @@ def take_terms(place, row, rows, facts):
     args = [place, row, rows, fact(facts, O_RSTD), fact(facts, MEANS), fact(facts, RSTD), fact(facts, MEAN),
             fact(facts, Q), fact(facts, Q_PITCH), whole(facts, ZERO)]  # fmt: skip
     gl.inline_asm(_take_terms, "r,r,r,l,l,l,l,l,l,r,~{memory}", args, (), is_pure=False)
+
+
+@gluon.constexpr_function
+def _expect_terms(outputs, inputs):
+    (row,), (rows,), (o_rstd,), (means,), (rstd,), (mean,), (q,), (pitch,), (zero,) = inputs
+    lines = [
+        f"{{ .reg .pred in, has; .reg .b32 t, y; .reg .b64 i, at; mov.u32 t, %tid.x; add.u32 t, t, {zero};",
+        f"and.b32 t, t, 127; setp.lt.s32 in, t, {rows}; add.u32 y, t, {row}; cvt.u64.u32 i, y;",
+    ]
+    for size, pointer in ((4, o_rstd), (8, means), (4, rstd), (4, mean)):
+        lines.append(f"setp.ne.s64 has, {pointer}, 0; and.pred has, has, in; mad.lo.s64 at, i, {size}, {pointer};")
+        lines.append("@has prefetch.global.L2 [at];")
+    lines.append(f"shl.b64 at, {pitch}, 1; mad.lo.s64 at, i, at, {q}; @has prefetch.global.L2 [at]; }}")
+    return "\n".join(lines)
+
+
+@gluon.jit
+def expect_terms(row, rows, facts):
+    """What `take_terms` will read of the next rows, to L2."""
+    args = [row, gl.minimum(rows, 64), fact(facts, O_RSTD), fact(facts, MEANS), fact(facts, RSTD), fact(facts, MEAN), fact(facts, Q),
+            fact(facts, Q_PITCH), whole(facts, ZERO)]  # fmt: skip
+    gl.inline_asm(_expect_terms, "r,r,l,l,l,l,l,l,r", args, (), is_pure=False)

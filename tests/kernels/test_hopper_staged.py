@@ -187,6 +187,12 @@ def test_terms_of_rows(rows, pre, mean, post):
     expected = np.stack([s, *(s * (means[at, i] if post else 0) for i in range(2)), 0 * s, scale, -centre * scale], 1)
     np.testing.assert_allclose(found[:, :6], expected, rtol=1e-6)
     assert np.isfinite(m.shared[TERMS : TERMS + 2048].view(np.float32)).all()
+    run("_expect_terms", m, names, tuple((x,) for x in ("I", "N", "O", "M", "R", "A", "Q", "P", "Z")))
+    read = [(names[x], size) for x, size in (("O", 4), ("M", 8), ("R", 4), ("A", 4), ("Q", 2 * pitch))]
+    there = [bool(p) for p, _ in read[:4]] + [mean]
+    assert m.prefetched == [
+        {p + size * (first + i) for i in range(rows)} if t else set() for (p, size), t in zip(read, there)
+    ]
 
 
 @pytest.mark.parametrize("apart", [False, True])
