@@ -29,7 +29,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .attention_backward_common import GELU, GELU_TANH, PLAIN, keep_asm, own_shift
 from .attention_backward_products import accumulator, tanh
-from .gdpa_backward_moves import add_left, arrive, clear, clear_slack, keep_rows, leave, send_block, store_rows
+from .gdpa_backward_moves import (
+    add_left,
+    arrive,
+    arrive_if,
+    clear,
+    clear_slack,
+    keep_panels,
+    keep_rows,
+    leave,
+    send_block,
+    store_rows,
+)  # fmt: skip
 from .gdpa_backward_ranges import (
     ADD,
     BLOCK,
@@ -129,10 +140,12 @@ def scores(k, q):
 
 
 @gluon.jit
-def await_block(q_s, do_s, full, turn, rows, facts):
+def await_block(q_s, do_s, full, turn, rows, facts, NORMED: gl.constexpr):
     """Block `turn` in shared memory, zeros past its `rows`; without rows there is nothing to wait for."""
     stage = turn % STAGES
-    if rows > 0:
+    if NORMED:
+        await_phase(full.index(stage), (turn // STAGES) & 1)
+    elif rows > 0:
         await_phase(full.index(stage), (turn // STAGES) & 1)
         if rows < BLOCK:
             clear(q_s.index(stage), rows, facts)
@@ -142,9 +155,17 @@ def await_block(q_s, do_s, full, turn, rows, facts):
 
 
 @gluon.jit
+def value_place(place, W: gl.constexpr, NORMED: gl.constexpr):
+    if NORMED:
+        return gl.to_tensor(W)
+    else:
+        return 2 * place + W
+
+
+@gluon.jit
 def consume(
-    dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv, turn, i, half,
-    W: gl.constexpr, ACT: gl.constexpr,
+    dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, full, free, t_full, t_free, dk, dv, turn,
+    i, half, W: gl.constexpr, ACT: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
     """The blocks of a part. Shifts of `turn` that are always 0 keep the compiler from holding every tile's address in
     registers. A block's dQ leaves the registers when the tensor cores have work again."""
@@ -155,20 +176,24 @@ def consume(
     rows = note(notes, place, ROWS)
     for first in range(0, rows, BLOCK):
         stage = turn % STAGES
-        await_block(q_s, do_s, full, turn, rows - first, facts)
+        await_block(q_s, do_s, full, turn, rows - first, facts, NORMED)
         s = scores(k_s.index(2 * place + W + (turn >> 28)), q_s.index(stage))
-        g = scores(v_s.index(2 * place + W + (turn >> 30)), do_s.index(stage))
+        g = scores(v_s.index(value_place(place, W, NORMED) + (turn >> 30)), do_s.index(stage))
         if first > 0:
             row = note(notes, place, ROW) + first - BLOCK
             send_block(dq_desc, dq_s.index(W), facts, row, note(notes, place, COLUMN) + W * BLOCK, BLOCK)
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))  # the sums of the part before have left it
+            if NORMED:
+                gl.barrier()  # and t_s
         s = warpgroup_mma_wait(1, deps=(s,))
         p, slope = activation(s * half, ACT)
         p = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         dv = warpgroup_mma(p, do_s.index(stage), dv, is_async=True)
         g = warpgroup_mma_wait(1, deps=(g,))
+        if NORMED:
+            arrive_if(v_free, first + BLOCK >= rows)
         g *= slope
         await_phase(t_free, (turn & 1) ^ 1)  # the products of the block before have read t
         keep_rows(g, t_s.index(W), facts)
@@ -196,25 +221,28 @@ def consume(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full, free, t_full,
-    t_free, half, W: gl.constexpr, ACT: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, v_full, v_free, full,
+    free, t_full, t_free, half, W: gl.constexpr, ACT: gl.constexpr, NORMED: gl.constexpr,
 ):  # fmt: skip
+    """NORMED: as attention_staged_kernels.py has it, with the values of one sequence only in shared memory."""
     wide: gl.constexpr = accumulator(WIDTH)
     turn = 0
     for i in range(count_parts(facts)):
         place = i & 1
         await_phase(kv_full.index(place), (i >> 1) & 1)
+        if NORMED:
+            await_phase(v_full, i & 1)
         keys = note(notes, place, COUNT)
         if keys < KEYS:
             clear(k_s.index(2 * place + W), keys - W * BLOCK, facts)
-            clear(v_s.index(2 * place + W), keys - W * BLOCK, facts)
+            clear(v_s.index(value_place(place, W, NORMED)), keys - W * BLOCK, facts)
             fence_async_shared()
             gl.barrier()
         dk = gl.zeros([BLOCK, WIDTH], gl.float32, wide)
         dv = gl.zeros([BLOCK, WIDTH], gl.float32, wide)
         dk, dv, turn = consume(
-            dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv,
-            turn, i, half, W, ACT,
+            dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, full, free, t_full, t_free, dk,
+            dv, turn, i, half, W, ACT, NORMED,
         )  # fmt: skip
         place = i & 1
         rows = note(notes, place, ROWS)
@@ -226,6 +254,10 @@ def consumer(
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))
+            if NORMED:
+                gl.barrier()
+        if NORMED:
+            arrive_if(v_free, rows <= 0)
         if note(notes, place, FORM) & ADD != 0:
             dk, dv = add_left(dk, dv, facts, W)
         if note(notes, place, FORM) & LEAVE != 0:
@@ -241,11 +273,20 @@ def consumer(
             else:
                 await_phase(t_free, (turn & 1) ^ 1)  # nobody reads the keys any more
                 keep_rows(dk, k_s.index(2 * place + W), facts)
-                keep_rows(dv, v_s.index(2 * place + W), facts)
+                if NORMED:
+                    tma.store_wait(0)
+                    gl.barrier()  # the last block's dQ has left
+                    keep_panels(dv, t_s.index(W), dq_s.index(W), facts)
+                else:
+                    keep_rows(dv, v_s.index(2 * place + W), facts)
                 fence_async_shared()
                 gl.barrier()
                 tma.async_store(dk_desc, [key, column], k_s.index(2 * place + W))
-                tma.async_store(dv_desc, [key, column], v_s.index(2 * place + W))
+                if NORMED:
+                    tma.async_store(dv_desc, [key, column], t_s.index(W))
+                    tma.async_store(dv_desc, [key, column + BLOCK], dq_s.index(W))
+                else:
+                    tma.async_store(dv_desc, [key, column], v_s.index(2 * place + W))
     tma.store_wait(0)
     if W == 0:
         clear_slack(facts, DQ, Q_OFFSETS, Q_STEP, QUERIES)
@@ -321,10 +362,10 @@ def gdpa_backward_kernel(
     gl.inline_asm(keep_asm, "r,r,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l", kept, is_pure=False)
     gl.warp_specialize(
         [
-            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full,
-                        free, t_full, t_free, half_scale, gl.constexpr(0), ACT)),
-            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full,
-                        free, t_full, t_free, half_scale, gl.constexpr(1), ACT)),
+            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, kv_full,
+                        kv_free, full, free, t_full, t_free, half_scale, gl.constexpr(0), ACT, gl.constexpr(False))),
+            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, kv_full,
+                        kv_free, full, free, t_full, t_free, half_scale, gl.constexpr(1), ACT, gl.constexpr(False))),
             (loader, (q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, kv_full, kv_free, full, free)),
         ],
         [4, 1],

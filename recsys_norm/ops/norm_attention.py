@@ -374,7 +374,9 @@ def _backward_op(
     saved = (q, k, v, q_offsets, k_offsets, *parameters, *statistics)
     every = (*needs[:3], False, False, *needs[3:], False)
     dout = dout.contiguous()
-    add = _valid_rows(dout, q_offsets, packed) if own_residual else None
+    add = dout if own_residual else None
+    if own_residual and not getattr(chosen, "adds_gradient", False):
+        add = _valid_rows(dout, q_offsets, packed)
     dq, dk, dv, _, _, *rest, _ = backward_with(chosen, problem, saved, dout, add, every)
     return gradients((dq, dk, dv, *rest), likes, q)
 

@@ -83,6 +83,22 @@ def test_q_as_its_own_residual(pre, post):
         check_own_residual(t, options | dict(inner_residual=inner), FORCED, 1e-6)
 
 
+@pytest.mark.parametrize("pre", ["layer", None])
+def test_a5_own_residual_with_nan_past_the_last_offset(pre):
+    """The op hands the gradient of the residual on as it is, and the technique cuts its rows."""
+    t, options = arguments(pre=pre, post="rms", slack=3, device=DEVICE)
+    y = ops.norm_attention(**t, residual=t["q_THd"], **options, **FORCED)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    dy[-3:] = float("nan")
+    leaves = [v for v in t.values() if v.requires_grad]
+    found = torch.autograd.grad(y, leaves, dy)
+    expected = ops.norm_attention(**t, residual=t["q_THd"], **options, backend="unfused")
+    dy[-3:] = 0
+    for a, b in zip(found, torch.autograd.grad(expected, leaves, dy)):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+    assert not found[0][-3:].any()
+
+
 def test_a20_frozen_inputs():
     t, options = arguments(pre="layer", post="rms", on="qk", residual=True, device=DEVICE)
     options |= dict(inner_residual=True)
