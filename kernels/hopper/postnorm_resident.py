@@ -1,0 +1,89 @@
+"""linear_norm on Hopper with the weight in shared memory: a row of the result spread over a cluster of CTAs (kernels in
+postnorm_resident_kernels.py)."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
+
+ROWS, COLUMNS = 64, 128  # of a block, of a CTA
+SHAPES = {(4, 4): 12, (6, 4): 10, (8, 4): 7, (8, 8): 6}  # k-blocks of W and CTAs at most -> slots of x, as compiled
+MAX_K = 512  # longest row of W of which 128 stay in shared memory
+MAX_FEATURES = 8 * COLUMNS  # of a norm: 8 CTAs are a portable cluster
+_ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernel
+_HAT, _SUM, _AFTER, _SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
+
+
+class Result(NamedTuple):
+    y: Tensor
+    z: Tensor | None
+    hat: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def fits(K: int, N: int, groups: int) -> bool:
+    """N: all out-features. Each of several groups begins with a CTA's first column."""
+    per_group = N // groups
+    return K <= MAX_K and per_group <= MAX_FEATURES and (groups == 1 or per_group % COLUMNS == 0)
+
+
+@functools.cache
+def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
+    """The kernel, to be launched on clusters of so many CTAs."""
+    blocks, peers = next(shape for shape in SHAPES if 64 * shape[0] >= K and shape[1] >= members)
+    base = launch.get(f"postnorm_resident_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
+    return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
+
+
+@functools.cache
+def clusters_at_once(kernel: launch.Kernel, device: torch.device) -> int:
+    return max(1, kernel.resident_clusters(device))
+
+
+def forward(
+    x: Tensor,  # [M, K], bf16 or fp16
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None,  # [N], like gamma and beta in x's dtype or fp32
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,  # [M, N], added at `position`
+    *,
+    layer: bool,
+    eps: float,
+    position: str | None,  # "before" or "after" the norm
+    groups: int = 1,
+    write_z: bool = False,
+    write_hat: bool = False,
+    saves: bool = True,
+) -> Result:
+    """y, z if asked for, zhat if asked for, mean relative to the norm's first value (layer norm only) and rstd, the last
+    two [M * groups]."""
+    x, weight = tma_ready(x), aligned(weight.to(x.dtype))
+    (M, K), N = x.shape, weight.shape[0]
+    members = -(-N // groups // COLUMNS)
+    kernel = kernel_for(x.dtype, layer, K, members)
+    clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
+    y = x.new_empty(M, N)
+    side = torch.empty_like(y) if write_z or write_hat else None
+    rstd = x.new_empty(M * groups, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if layer else None
+    residual = None if residual is None else tma_ready(residual)
+    vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
+    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
+    form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
+    form += {None: 0, "before": _BEFORE, "after": _AFTER}[position if residual is not None else None]
+    gapless = x.stride(0) == K and K % 8 == 0
+    kernel(
+        members * clusters,
+        *(x, weight, y, y if side is None else side, x, residual, *vectors, mean, rstd),
+        *(residual.stride(0) if residual is not None else 0, M, N // groups, -(-K // 64), members, groups),
+        *(ROWS * K * x.element_size() if gapless else 0, *kinds, form, eps),
+    )
+    return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
