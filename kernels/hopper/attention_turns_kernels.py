@@ -13,9 +13,12 @@ A CTA has one head. Partitions:
                 that no warp is without a partition and the cluster can meet
 
 Blocks of all sequences are counted through: consumer W has those whose number is W modulo 3. A block stays in its slot
-until what was made of it is stored from there. Each consumer has places for messages of its own, one per norm: a CTA
-sends for the first norm of a block when it has read all messages for the second norm of the block before, which are sent
-after those for the first norm of that block have been read. So both are exchanged, or none.
+until what was made of it is stored from there. A consumer looks for its block only when the one before it has been seen:
+copies may arrive in another order, and it could take the slot's last phase for its next.
+
+Each consumer has places for messages of its own, one per norm: a CTA sends for the first norm of a block when it has read
+all messages for the second norm of its block before, which are sent after those for the first norm of that block have been
+read. So both are exchanged, or none.
 """
 
 from triton.experimental import gluon
@@ -288,7 +291,7 @@ def finish(a, b, mean, square, q, place, out_desc, hat_desc, vectors, facts, for
 
 @gluon.jit
 def consumer(out_desc, hat_desc, q_s, k_s, v_s, notes, messages, vectors, facts, q_full, q_free, kv_free, kv_ready,
-             arrived, W: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, SLOTS: gl.constexpr,
+             arrived, turns, W: gl.constexpr, ACT: gl.constexpr, FAST: gl.constexpr, SLOTS: gl.constexpr,
              PEERS: gl.constexpr):  # fmt: skip
     meet_cluster()
     turn = 0  # sequences
@@ -301,7 +304,9 @@ def consumer(out_desc, hat_desc, q_s, k_s, v_s, notes, messages, vectors, facts,
             row = noted(notes, place, FIRST) + n * ROWS
             rows = gl.minimum(noted(notes, place, STOP) - row, ROWS)
             q = q_s.index(slot)
+            mbarrier.wait(turns.index(W), ((n // CONSUMERS) & 1) ^ (1 if W == 0 else 0))
             mbarrier.wait(q_full.index(slot), (n // SLOTS) & 1)
+            mbarrier.arrive(turns.index((W + 1) % CONSUMERS))
             form = whole(facts, FORM)
             at = own_address(q)
             phase = (n // CONSUMERS) & 1
@@ -411,6 +416,7 @@ def attention_turns_kernel(
     q_full = mbarrier.allocate_mbarrier(batch=SLOTS)
     q_free = mbarrier.allocate_mbarrier(batch=SLOTS)
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS)  # per consumer: of the pre-norm, of the post-norm
+    turns = mbarrier.allocate_mbarrier(batch=CONSUMERS)
     kv_full = mbarrier.allocate_mbarrier(batch=2)
     kv_free = mbarrier.allocate_mbarrier(batch=2)
     kv_ready = mbarrier.allocate_mbarrier(batch=2)
@@ -419,6 +425,8 @@ def attention_turns_kernel(
         mbarrier.init(q_free.index(i), count=1)
     for i in gl.static_range(2 * CONSUMERS):
         mbarrier.init(arrived.index(i), count=1)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(kv_full.index(i), count=1)
         mbarrier.init(kv_free.index(i), count=CONSUMERS)
@@ -458,11 +466,11 @@ def attention_turns_kernel(
     halves = vectors.reinterpret(gl.float32, [8, CHUNK], FLAT)
     gl.warp_specialize([
         (consumer, (out_desc, hat_desc, q_s, k_s, v_s, notes, messages, halves, facts, q_full, q_free, kv_free, kv_ready,
-                    arrived, gl.constexpr(0), ACT, FAST, SLOTS, PEERS)),
+                    arrived, turns, gl.constexpr(0), ACT, FAST, SLOTS, PEERS)),
         (consumer, (out_desc, hat_desc, q_s, k_s, v_s, notes, messages, halves, facts, q_full, q_free, kv_free, kv_ready,
-                    arrived, gl.constexpr(1), ACT, FAST, SLOTS, PEERS)),
+                    arrived, turns, gl.constexpr(1), ACT, FAST, SLOTS, PEERS)),
         (consumer, (out_desc, hat_desc, q_s, k_s, v_s, notes, messages, halves, facts, q_full, q_free, kv_free, kv_ready,
-                    arrived, gl.constexpr(2), ACT, FAST, SLOTS, PEERS)),
+                    arrived, turns, gl.constexpr(2), ACT, FAST, SLOTS, PEERS)),
         (loader, (q_desc, k_desc, v_desc, q_s, k_s, v_s, notes, facts, q_full, q_free, kv_full, kv_free, kv_ready,
                   SLOTS)),
     ], [4, 4, 4], [160, 160, 32])  # fmt: skip

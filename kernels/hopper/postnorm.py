@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys_norm.kernels.hopper import launch, postnorm_resident
+from recsys_norm.kernels.hopper import launch, postnorm_cluster
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason, tma_ready
-from recsys_norm.kernels.hopper.postnorm_resident import Result
+from recsys_norm.kernels.hopper.postnorm_cluster import Result
 from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
 from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem, Tensors
@@ -45,13 +45,10 @@ class Cluster:
         if problem.device != "cuda":
             return f"its kernels need a CUDA device and the tensors are on {problem.device}; use backend='unfused'"
         reason = launch.why_not(problem.arch) or shape_reason(problem)
-        if reason is None and problem.groups > 1 and not _resident(problem):
-            reason = (
-                f"it takes groups of multiples of {postnorm_resident.COLUMNS} up to {postnorm_resident.MAX_FEATURES} "
-                f"out-features with up to {postnorm_resident.MAX_K} in-features, not {problem.groups} groups of "
-                f"{problem.N // problem.groups} with {problem.K}; use technique='separate'"
-            )
-        if reason is None and problem.N > MAX_FEATURES and not _resident(problem):
+        unfit = postnorm_cluster.why_not(problem.K, problem.N, problem.groups)
+        if reason is None and unfit is not None and problem.groups > 1:
+            reason = f"{unfit}; use technique='separate'"
+        elif reason is None and unfit is not None and problem.N > MAX_FEATURES:
             reason = (
                 f"a group of {MAX_GROUP} blocks holds {MAX_FEATURES} out-features and the weight has {problem.N}; "
                 "use technique='separate'"
@@ -69,8 +66,8 @@ class Cluster:
         )
         tensors = (x, weight, bias, norm_weight, norm_bias, residual)
         with on_device_of(x):
-            if _resident(problem):
-                out = postnorm_resident.forward(*tensors, groups=problem.groups, **options)
+            if postnorm_cluster.why_not(problem.K, problem.N, problem.groups) is None:
+                out = postnorm_cluster.forward(*tensors, groups=problem.groups, **options)
             else:
                 out = forward(*tensors, **options)
         return (out.y, out.z), (out.mean, out.rstd, out.hat)
@@ -80,10 +77,6 @@ class Cluster:
         from recsys_norm.kernels.norm.technique import Separate
 
         return Separate().backward(problem, saved, grads, needs)
-
-
-def _resident(problem: Problem) -> bool:
-    return postnorm_resident.fits(problem.K, problem.N, problem.groups)
 
 
 def plan(K: int, N: int) -> Plan:

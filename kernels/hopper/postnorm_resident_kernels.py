@@ -23,29 +23,18 @@ The cluster's size is set by the launch: to the compiler this is a kernel of sin
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .attention_backward_common import meet_cluster
-from .attention_blocks import FLAT, store_statistics
-from .attention_exchange import MESSAGE, row_layout, send
-from .postnorm_multiply import accumulator, chunks_of, put, statistics
-from .postnorm_normalise import AFTER, HAT, SAVE, SUM
-from .postnorm_resident_exchange import collect, release
-from .tile_rows import add_rows, first_of_row
+from .attention_blocks import FLAT
+from .attention_exchange import MESSAGE
+from .postnorm_cluster_exchange import release
+from .postnorm_cluster_steps import CHUNK, ROWS, begin, finish, load_vectors, standardise
+from .postnorm_multiply import accumulator, chunks_of
 from .variants import Tile, Variant
 
-ROWS, COLUMNS, BK, CHUNK = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64), gl.constexpr(64)
+COLUMNS, BK = gl.constexpr(128), gl.constexpr(64)
 CONSUMERS = gl.constexpr(3)
-RMS, LAYER = gl.constexpr(1), gl.constexpr(2)
-ABSENT, WIDE = gl.constexpr(0), gl.constexpr(2)  # kinds of a parameter vector; 1: in the dtype of x
-BEFORE = gl.constexpr(16)  # one more bit of `form`: add a residual to z
-BIAS, GAMMA, BETA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # rows of the vectors in shared memory
 
 
 # ---- loader ----------------------------------------------------------------------------------------------------------
@@ -111,44 +100,10 @@ def product(x_s, w_s, full, empty, turns, following, step0, KT, ST: gl.constexpr
 
 
 @gluon.jit
-def add_residual(chunks, ptr, pitch, row, rows, column, width):
-    for c in gl.static_range(2):
-        at = ptr + row.to(gl.int64) * pitch + (column + c * CHUNK)
-        chunks = put(chunks, c, add_rows(chunks[c], at, pitch, rows, width - c * CHUNK, 0), 2)
-    return chunks
-
-
-@gluon.jit
-def spread(values, L: gl.constexpr):
-    """One value per row, beside each value of a chunk of the row."""
-    return gl.convert_layout(values, gl.SliceLayout(1, L), assert_trivial=True)[:, None]
-
-
-@gluon.jit
-def store_chunk(desc, place, chunk, row, column):
-    """Both memory and TMA's unit read `place` until the next call, which waits."""
-    tma.store_wait(0)
-    gl.barrier()
-    place.store(chunk.to(place.dtype))
-    fence_async_shared()
-    gl.barrier()
-    tma.async_store(desc, [row, column], place)
-
-
-@gluon.jit
-def store_row(desc, place, chunks, row, column, width):
-    for c in gl.static_range(2):
-        if c * CHUNK < width:  # with several groups, the next one's columns follow
-            store_chunk(desc, place, chunks[c], row, column + c * CHUNK)
-
-
-@gluon.jit
 def consumer(y_desc, side_desc, x_s, w_s, y_s, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr,
              mean_ptr, rstd_ptr, r_pitch, column, rank, members, N, first, step, tiles, M, KT, groups, form, eps,
              W: gl.constexpr, NORM: gl.constexpr, ST: gl.constexpr, PEERS: gl.constexpr):  # fmt: skip
     meet_cluster()
-    L: gl.constexpr = accumulator(CHUNK)
-    S: gl.constexpr = gl.SliceLayout(0, L)
     width = gl.minimum(N - rank * COLUMNS, COLUMNS)
     inverse = 1.0 / N.to(gl.float32)
     last = (N - (members - 1) * COLUMNS).to(gl.float32)  # columns of the last CTA
@@ -162,68 +117,19 @@ def consumer(y_desc, side_desc, x_s, w_s, y_s, vectors, messages, full, empty, l
         row = tile * ROWS
         rows = gl.minimum(M - row, ROWS)
         chunks = chunks_of(acc, 2)
-        if form & HAS_BIAS:
-            for c in gl.static_range(2):
-                bias = vectors.index(2 * BIAS + c).load(S)
-                chunks = put(chunks, c, chunks[c] + bias[None, :], 2)
-        if form & BEFORE:
-            chunks = add_residual(chunks, residual_ptr, r_pitch, row, rows, column, width)
-        mean, square = statistics(chunks, width, NORM, 2)
-        mean = gl.convert_layout(mean, row_layout(), assert_trivial=True)
-        square = gl.convert_layout(square, row_layout(), assert_trivial=True)
         at = 2 * W + (turn & 1)
-        if members > 1:
-            send(messages.index(at), arrived.index(at), rank, members, mean, square)
-        if form & SUM:
-            store_row(side_desc, place, chunks, row, column, width)
-        if members > 1:
-            mean, square = collect(messages.index(at), arrived.index(at), (turn >> 1) & 1, members, last, inverse,
-                                   NORM, PEERS)  # fmt: skip
-        rstd = gl.rsqrt(square * inverse + eps)
-        if ((form & SAVE) != 0) & (rank == 0):
-            start = first_of_row(chunks[0], mean.type)
-            start = start.to(place.dtype).to(gl.float32)  # as it is read where z is kept
-            store_statistics(mean_ptr, rstd_ptr, mean, rstd, start, row, rows, groups, NORM)
-        scale = spread(rstd, L)
-        shift = spread(-mean * rstd, L)
-        for c in gl.static_range(2):
-            hat = chunks[c] * scale
-            if NORM == LAYER:
-                hat = gl.fma(chunks[c], gl.broadcast(scale, chunks[c])[0], gl.broadcast(shift, chunks[c])[0])
-            chunks = put(chunks, c, hat, 2)
-        if form & HAT:
-            store_row(side_desc, place, chunks, row, column, width)
-        if form & AFFINE:
-            for c in gl.static_range(2):
-                gamma = vectors.index(2 * GAMMA + c).load(S)
-                beta = vectors.index(2 * BETA + c).load(S)
-                chunks = put(chunks, c, chunks[c] * gamma[None, :] + beta[None, :], 2)
-        if form & AFTER:
-            chunks = add_residual(chunks, residual_ptr, r_pitch, row, rows, column, width)
-        store_row(y_desc, place, chunks, row, column, width)
+        chunks, mean, square = begin(chunks, vectors, residual_ptr, r_pitch, row, rows, column, width,
+                                     messages.index(at), arrived.index(at), rank, members, form, NORM, 2)  # fmt: skip
+        chunks = standardise(chunks, mean, square, side_desc, place, mean_ptr, rstd_ptr, row, rows, column, width,
+                             messages.index(at), arrived.index(at), (turn >> 1) & 1, rank, members, last, inverse,
+                             groups, form, eps, NORM, PEERS, 2)  # fmt: skip
+        finish(chunks, vectors, residual_ptr, r_pitch, y_desc, place, row, rows, column, width, form, 2)
         count += CONSUMERS
         turn += 1
     tma.store_wait(0)
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
-
-HAS_BIAS, AFFINE = gl.constexpr(32), gl.constexpr(64)  # further bits of `form`
-
-
-@gluon.jit
-def load_vector(vectors, which: gl.constexpr, ptr, kind, default: gl.constexpr, column, width, dtype: gl.constexpr):
-    """A CTA's part of bias, gamma or beta as fp32 in shared memory, chunk by chunk."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    for c in gl.static_range(2):
-        j = c * CHUNK + gl.arange(0, CHUNK, L)
-        value = gl.full([CHUNK], default, gl.float32, L)
-        if kind == WIDE:
-            value = gl.load(ptr + column + j, mask=j < width, other=default)
-        elif kind != ABSENT:
-            narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
-            value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
-        vectors.index(2 * which + c).store(value)
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KT", "members", "groups"])
@@ -284,12 +190,10 @@ def postnorm_resident_kernel(
     for i in gl.static_range(2 * CONSUMERS):
         mbarrier.init(arrived.index(i), count=1)
     gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
-    load_vector(vectors, BIAS, bias_ptr, bias_kind, 0.0, column, width, dtype)
-    load_vector(vectors, GAMMA, gamma_ptr, gamma_kind, 1.0, column, width, dtype)
-    load_vector(vectors, BETA, beta_ptr, beta_kind, 0.0, column, width, dtype)
+    form |= load_vectors(
+        vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype, 2
+    )
     gl.barrier()
-    form |= gl.where(bias_kind != ABSENT, HAS_BIAS, 0)
-    form |= gl.where((gamma_kind != ABSENT) | (beta_kind != ABSENT), AFFINE, 0)
     mean_ptr += group
     rstd_ptr += group
     gl.warp_specialize([

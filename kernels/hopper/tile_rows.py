@@ -13,9 +13,9 @@ from triton.experimental.gluon import language as gl
 def _places(at, pitch, rows, zero):
     """Text that sets `here` and `below` to a thread's first pair in its two rows, p and q to whether these are there."""
     return [
-        ".reg .pred p, q; .reg .b32 t, v; .reg .b64 here, below, step;",
+        ".reg .pred p, q; .reg .b32 t, v, u; .reg .b64 here, below, step;",
         f"mov.u32 t, %tid.x; add.u32 t, t, {zero}; and.b32 v, t, 96; shr.u32 v, v, 1; and.b32 t, t, 31;",
-        "{ .reg .b32 r; shr.u32 r, t, 2; add.u32 v, v, r; }",
+        "shr.u32 u, t, 2; add.u32 v, v, u;",
         f"setp.lt.s32 p, v, {rows}; and.b32 t, t, 3; shl.b32 t, t, 2; cvt.u64.u32 here, v;",
         f"mad.lo.s64 here, here, {pitch}, {at}; cvt.u64.u32 step, t; add.s64 here, here, step;",
         f"add.u32 v, v, 8; setp.lt.s32 q, v, {rows}; shl.b64 step, {pitch}, 3; add.s64 below, here, step;",

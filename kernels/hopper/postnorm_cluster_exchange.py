@@ -1,5 +1,5 @@
-"""Of the post-norm kernel with a resident W (postnorm_resident_kernels.py): statistics of whole rows from the messages of
-attention_exchange.py, and slots handed back.
+"""Of the post-norm kernels whose CTAs form clusters (postnorm_cluster_steps.py): statistics of whole rows from the
+messages of attention_exchange.py, and slots handed back.
 
 Inline assembly gets addresses of shared memory as those of the cluster's first CTA: hence `own_address`.
 """
@@ -54,14 +54,14 @@ def _load(peers, buffer, members):
 
 @gluon.constexpr_function
 def _merge(peers, outputs, inputs):
-    """Chan's formula for parts of 128 columns and a last one of `last`: the weighted mean of the means, and all squares
-    plus each part's columns times its mean's squared distance from that."""
-    (mean, square), ((buffer,), (members,), (last,), (inverse,)) = outputs, inputs
+    """Chan's formula for parts of `columns` columns and a last one of `last`: the weighted mean of the means, and all
+    squares plus each part's columns times its mean's squared distance from that."""
+    (mean, square), ((buffer,), (members,), (columns,), (last,), (inverse,)) = outputs, inputs
     names, lines = _load(peers, buffer, members)
     weights = [f"c{j}" for j in range(peers)]
     lines.append(f"{{ .reg .pred q; .reg .f32 d, {', '.join(weights)};")
     for j, weight in enumerate(weights):
-        lines.append(f"setp.eq.u32 q, {members}, {j + 1}; selp.f32 {weight}, {last}, 0f43000000, q;")
+        lines.append(f"setp.eq.u32 q, {members}, {j + 1}; selp.f32 {weight}, {last}, {columns}, q;")
         lines.append(f"selp.f32 {weight}, {weight}, 0f00000000, p{j};")
     for i in range(2):
         lines.append(f"mov.f32 {mean[i]}, 0f00000000; mov.f32 {square[i]}, 0f00000000;")
@@ -106,12 +106,12 @@ def _squares8(outputs, inputs):
 
 
 @gluon.jit
-def collect(buffer, bar, phase, members, last, inverse, NORM: gl.constexpr, PEERS: gl.constexpr):
+def collect(buffer, bar, phase, members, last, inverse, NORM: gl.constexpr, PEERS: gl.constexpr, NCH: gl.constexpr):
     """(mean, or 0 for RMS; sum of squared deviations from it) of whole rows, once all parts are there."""
     kind: gl.constexpr = gl.distributed_type(gl.float32, [ROWS], row_layout())
     merge: gl.constexpr = _merge4 if PEERS == 4 else _merge8
     squares: gl.constexpr = _squares4 if PEERS == 4 else _squares8
     asm: gl.constexpr = squares if NORM == RMS else merge
     gl.inline_asm(_await, "r,r,~{memory}", [own_address(bar), phase], (), is_pure=False)
-    args = [own_address(buffer), members, last, inverse]
-    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
+    args = [own_address(buffer), members, 64.0 * NCH, last, inverse]
+    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,f,~{memory}", args, (kind, kind), is_pure=False)
