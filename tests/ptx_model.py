@@ -36,6 +36,8 @@ class Machine:
         self.registers |= {"%tid.x": LANES.copy()}
         body = text.strip().removeprefix("{").removesuffix("}")
         for statement in (s.strip() for s in body.replace("\n", " ").split(";")):
+            if statement[:1] in ("{", "}"):  # of an inner scope, whose names are unique
+                statement = statement.lstrip("{} ")
             if statement and not statement.startswith(".reg"):
                 self._step(statement)
 
@@ -49,10 +51,10 @@ class Machine:
         kind = name.split(".")
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
-        if kind[0] == "stmatrix":
-            return self._matrices(*operands)
         if kind[0] == "prefetch":
             return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
+        if kind[0] in ("stmatrix", "ldmatrix"):
+            return self._matrices(kind[0], *operands[:: 1 if kind[0] == "stmatrix" else -1])
         target, *sources = operands
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))
@@ -67,17 +69,19 @@ class Machine:
 
     def _compute(self, kind, v):
         op, last = kind[0], kind[-1]
-        if last == "f32" and op in ("add", "mul", "fma", "neg"):
+        if last == "f32" and op in ("add", "sub", "mul", "fma", "neg"):
             f = [real(x).astype(np.float64) for x in v]  # a product of two fp32 is exact in fp64
             with np.errstate(all="ignore"):
-                result = {"add": lambda a, b: a + b, "mul": lambda a, b: a * b, "fma": lambda a, b, c: a * b + c,
-                          "neg": lambda a: -a}[op](*f)  # fmt: skip
+                result = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
+                          "fma": lambda a, b, c: a * b + c, "neg": lambda a: -a}[op](*f)  # fmt: skip
             return bits(result.astype(np.float32))
         mask = 0xFFFFFFFF if last.endswith("32") else -1
         if op == "cvt":
             if "bf16x2" in kind:
                 return to_bf16(real(v[0])) << 16 | to_bf16(real(v[1]))
             return v[0]
+        if op == "selp":
+            return np.where(v[2].astype(bool), v[0], v[1])
         if op == "mad":
             return v[0] * v[1] + v[2]
         if op == "setp":
@@ -108,18 +112,23 @@ class Machine:
                 old = self.registers.get(name, np.zeros(THREADS, np.int64))
                 self.registers[name] = np.where(active, words.view(np.int64)[:, 0], old)
 
-    def _matrices(self, address, registers):
-        """stmatrix x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row
-        l / 4."""
+    def _matrices(self, name, address, registers):
+        """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4."""
         names = [n.strip() for n in registers.strip("{}").split(",")]
         base, _, offset = address.strip("[]").partition("+")
         at = (self.registers[base.strip()] + int(offset or 0)).reshape(4, 32)
+        if name == "ldmatrix":
+            self.registers |= {n: np.zeros(THREADS, np.int64) for n in names}
         for warp in range(4):
             for lane in range(32):
-                for matrix, name in enumerate(names):
+                for matrix, register in enumerate(names):
                     place = at[warp, 8 * matrix + lane // 4] + 4 * (lane % 4)
-                    value = np.uint32(self.registers[name][32 * warp + lane])
-                    self.shared[place : place + 4] = np.frombuffer(value.tobytes(), np.uint8)
+                    if name == "ldmatrix":
+                        word = self.shared[place : place + 4].view(np.uint32)[0]
+                        self.registers[register][32 * warp + lane] = word
+                    else:
+                        word = np.uint32(self.registers[register][32 * warp + lane])
+                        self.shared[place : place + 4] = np.frombuffer(word.tobytes(), np.uint8)
 
 
 def swizzled(tile):

@@ -8,8 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper import launch, postnorm_cluster
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason, tma_ready
+from recsys_norm.kernels.hopper.postnorm_cluster import Result
 from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
 from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem, Tensors
@@ -31,19 +32,12 @@ class Plan(NamedTuple):
     resident: int  # k-blocks of 64 of W that stay in shared memory, 0: W streams
 
 
-class Result(NamedTuple):
-    y: Tensor
-    z: Tensor | None
-    hat: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor
-
-
 class Cluster:
     """GEMM, norm, affine part and residual in one kernel; the CTAs that share a row exchange its statistics."""
 
     name = "cluster"
     provider = "hopper"
+    takes_groups = True
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.op != "linear_norm":
@@ -51,7 +45,10 @@ class Cluster:
         if problem.device != "cuda":
             return f"its kernels need a CUDA device and the tensors are on {problem.device}; use backend='unfused'"
         reason = launch.why_not(problem.arch) or shape_reason(problem)
-        if reason is None and problem.N > MAX_FEATURES:
+        unfit = postnorm_cluster.why_not(problem.K, problem.N, problem.groups)
+        if reason is None and unfit is not None and problem.groups > 1:
+            reason = f"{unfit}; use technique='separate'"
+        elif reason is None and unfit is not None and problem.N > MAX_FEATURES:
             reason = (
                 f"a group of {MAX_GROUP} blocks holds {MAX_FEATURES} out-features and the weight has {problem.N}; "
                 "use technique='separate'"
@@ -59,21 +56,20 @@ class Cluster:
         return reason or (cannot_run(problem) if problem.training else None)
 
     def forward(self, problem: Problem, x, weight, bias, norm_weight, norm_bias, residual) -> tuple[Tensors, Tensors]:
+        options = dict(
+            layer=problem.norm == "layer",
+            eps=resolve_eps(problem.eps, problem.dtype),
+            position=problem.residual,
+            write_z=problem.return_sum,
+            write_hat=problem.stores_hat,
+            saves=problem.training,
+        )
+        tensors = (x, weight, bias, norm_weight, norm_bias, residual)
         with on_device_of(x):
-            out = forward(
-                x,
-                weight,
-                bias,
-                norm_weight,
-                norm_bias,
-                residual,
-                layer=problem.norm == "layer",
-                eps=resolve_eps(problem.eps, problem.dtype),
-                position=problem.residual,
-                write_z=problem.return_sum,
-                write_hat=problem.stores_hat,
-                saves=problem.training,
-            )
+            if postnorm_cluster.why_not(problem.K, problem.N, problem.groups) is None:
+                out = postnorm_cluster.forward(*tensors, groups=problem.groups, **options)
+            else:
+                out = forward(*tensors, **options)
         return (out.y, out.z), (out.mean, out.rstd, out.hat)
 
     def backward(self, problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:

@@ -15,10 +15,11 @@ pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORMS = ["rms", "layer"]
-# One tile and less, several; groups of 1 to 8 with W resident and streamed; K, N beside a tile's edge.
+# One tile and less, several; rows on 1 to 8 CTAs with W resident and streamed; K, N beside a tile's edge.
 SIZES = [
     (1, 8, 8), (3, 64, 128), (17, 72, 40), (63, 256, 136), (65, 384, 384), (127, 512, 512), (129, 760, 760),
-    (257, 1128, 1128), (1030, 128, 1024), (300, 4096, 128), (200, 1024, 1024), (130, 512, 2048), (129, 2048, 2048),
+    (20000, 448, 512), (5000, 136, 904), (257, 1128, 1128), (1030, 128, 1024),
+    (300, 4096, 128), (200, 1024, 1024), (130, 512, 2048), (129, 2048, 2048),
 ]  # fmt: skip
 FORMS = [(None, False), ("after", False), ("before", False), ("before", True), (None, True)]
 
@@ -58,6 +59,17 @@ def test_residual_and_returned_sum(norm, position, return_sum, K, N):
     for affine in (True, False):
         shape = dict(M=300, K=K, N=N, dtype=BF16, residual=position is not None, affine=affine)
         run(norm, options=options, backward=N == 384, **shape)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize(
+    "M,K,N,groups", [(300, 512, 1024, 2), (65, 72, 512, 4), (130, 256, 1536, 3), (20000, 512, 1024, 2)]
+)
+def test_groups(norm, M, K, N, groups):
+    for position, return_sum in FORMS:
+        options = {"groups": groups, "return_sum": return_sum} | ({"residual_position": position} if position else {})
+        shape = dict(M=M, K=K, N=N, dtype=BF16, residual=position is not None, mean=2.0)
+        run(norm, options=options, backward=M < 1000, **shape)
 
 
 @pytest.mark.parametrize("norm", NORMS)

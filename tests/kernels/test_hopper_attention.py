@@ -92,10 +92,18 @@ def test_it_says_what_it_cannot_do(fields, reason, driver):
 def test_every_problem_has_a_kernel_that_fits_twice():
     activations = [(n,) for n in ("gelu", "gelu_tanh", "silu")] + [("gelu", "relu")]
     for activation, dtype, heads in itertools.product(activations, (BF16, FP16), (1, 2, 8)):
-        kernel = attention.kernel_for(activation, dtype, heads)
+        kernel = attention.kernel_for(activation, dtype, heads, False)
         assert kernel.entry["cluster"] == heads and kernel.entry["spills"] == 0
         assert 2 * (kernel.entry["shared"] + 1024) <= 228 * 1024
         assert 2 * kernel.entry["num_warps"] * 32 * kernel.entry["registers"] <= 65536
+
+
+def test_kernels_that_take_turns_have_the_same_parameters():
+    for activation, dtype, heads in itertools.product((("gelu",), ("gelu_tanh",)), (BF16, FP16), (1, 2, 8)):
+        kernel, other = (attention.kernel_for(activation, dtype, heads, turns) for turns in (True, False))
+        assert kernel.entry["module"] == "attention_turns_kernels" and kernel.entry["cluster"] == heads
+        assert kernel.entry["params"] == other.entry["params"]
+        assert kernel.entry["num_warps"] == 16 and kernel.entry["registers"] <= 128
 
 
 def test_what_a_call_passes(calls):

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from recsys_norm.kernels.hopper import deferred, launch, postnorm
+from recsys_norm.kernels.hopper import deferred, launch, postnorm, postnorm_cluster
 from recsys_norm.ops.problem import Problem
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,6 +41,10 @@ def driver(monkeypatch):
         ({"N": 17}, "out-features is 17"),
         ({"strides": (68, 1)}, "row stride of x is 68"),
         ({"N": 2056}, "holds 2048 out-features and the weight has 2056"),
+        ({"N": 4096, "K": 512, "groups": 4}, None),
+        ({"N": 2304, "groups": 2}, "holds 1024 out-features of a norm and there are 1152"),
+        ({"N": 1024, "K": 520, "groups": 2}, "with at most 512 in-features, not of 512 with 520"),
+        ({"N": 384, "groups": 2}, "groups of multiples of 128 out-features with at most 512 in-features, not of 192"),
         ({"training": True, "triton_version": None}, "it needs triton"),
     ],
 )
@@ -77,3 +81,40 @@ def test_every_plan_has_a_kernel_that_holds_its_rows():
             box = {p["name"]: p["box"] for p in kernel["params"] if p["kind"] == "tile"}
             assert box["w_desc"] == [plan.columns, 64] and box["x_desc"] == [64, 64]
         assert plan.resident == 0 or plan.resident * 64 >= K
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize(
+    "K,N,groups,kernel,members",
+    [(8, 8, 1, "resident_{}_bf16_4_4", 1), (264, 384, 1, "resident_{}_bf16_6_4", 3), (512, 1024, 2, "resident_{}_bf16_8_4", 4),
+     (512, 1000, 1, "resident_{}_bf16_8_8", 8), (520, 1024, 1, "cyclic_{}_bf16", 4), (2048, 512, 1, "cyclic_{}_bf16", 2)],
+)  # fmt: skip
+def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, monkeypatch):
+    calls = []
+    monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *a, **options: calls.append((self, a, options)))
+    monkeypatch.setattr(launch.Kernel, "resident_clusters", lambda self, device: 132 // self.entry["cluster"])
+    postnorm_cluster.clusters_at_once.cache_clear()
+    x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
+    gamma = torch.randn(N)
+    out = postnorm_cluster.forward(
+        x, weight, None, gamma, None, residual, layer=norm == "layer", eps=1e-5, position="before", groups=groups,
+        write_hat=True,
+    )  # fmt: skip
+    (found, (grid, *args), options), = calls  # fmt: skip
+    assert found.name == "postnorm_" + kernel.format(norm) and found.entry["cluster"] == members and not options
+    assert grid == members * groups * 2  # blocks of 64 rows
+    assert len(args) == len(found.entry["params"])
+    for parameter, a in zip(found.entry["params"], args):
+        if parameter["kind"] == "tile":
+            assert a.dim() == 2 and parameter["box"][1] == 64
+        elif parameter["kind"] == "pointer":
+            assert a is None or isinstance(a, torch.Tensor)
+        else:
+            assert isinstance(a, (int, float)), parameter
+    named = dict(zip((x["name"] for x in found.entry["params"]), args))
+    assert (named["M"], named["N"], named["KT"], named["members"]) == (70, N // groups, -(-K // 64), members)
+    assert named["side_desc"] is out.hat and named["y_desc"] is out.y and out.z is None
+    assert (named["bias_kind"], named["gamma_kind"], named["beta_kind"]) == (0, 2, 0) and named["form"] == 1 + 8 + 16
+    assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
+    assert named.get("fetch", 128 * K) == 128 * K and named["r_pitch"] == N and named["residual_ptr"] is not None
+    postnorm_cluster.clusters_at_once.cache_clear()

@@ -1,0 +1,106 @@
+"""linear_norm on Hopper with a row of the result spread over a cluster of CTAs: with W in shared memory (kernels in
+postnorm_resident_kernels.py), or streaming through it (postnorm_cyclic_kernels.py)."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from recsys_norm.kernels.hopper import launch
+from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
+
+ROWS, BLOCK = 64, 64  # of a block, k-block
+RESIDENT_COLUMNS, CYCLIC_COLUMNS = 128, 256  # of a CTA
+# k-blocks of W and CTAs at most of the kernels with W in shared memory. What a CTA holds is bounded by that memory.
+RESIDENT_SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))
+RESIDENT_K = BLOCK * RESIDENT_SHAPES[-1][0]
+MAX_FEATURES = 1024  # of a norm: 8 CTAs, a portable cluster, with 128 columns each, or 4 with 256
+_ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
+_HAT, _SUM, _AFTER, _SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
+
+
+class Result(NamedTuple):
+    y: Tensor
+    z: Tensor | None
+    hat: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def why_not(K: int, N: int, groups: int) -> str | None:
+    """N: all out-features. Each of several groups begins with a CTA's first column."""
+    width = N // groups
+    if width > MAX_FEATURES:
+        return f"a cluster holds {MAX_FEATURES} out-features of a norm and there are {width}"
+    if groups > 1 and (K > RESIDENT_K or width % RESIDENT_COLUMNS):
+        return (
+            f"it takes groups of multiples of {RESIDENT_COLUMNS} out-features with at most {RESIDENT_K} in-features, "
+            f"not of {width} with {K}"
+        )
+    return None
+
+
+@functools.cache
+def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
+    """The kernel, to be launched on clusters of so many CTAs."""
+    norm = f"{'layer' if layer else 'rms'}_{NAMES[dtype]}"
+    if K > RESIDENT_K:
+        base = launch.get(f"postnorm_cyclic_{norm}")
+    else:
+        blocks, peers = next(s for s in RESIDENT_SHAPES if BLOCK * s[0] >= K and s[1] >= members)
+        base = launch.get(f"postnorm_resident_{norm}_{blocks}_{peers}")
+    return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
+
+
+@functools.cache
+def clusters_at_once(kernel: launch.Kernel, device: torch.device) -> int:
+    return max(1, kernel.resident_clusters(device))
+
+
+def forward(
+    x: Tensor,  # [M, K], bf16 or fp16
+    weight: Tensor,  # [N, K]
+    bias: Tensor | None,  # [N], like gamma and beta in x's dtype or fp32
+    gamma: Tensor | None,
+    beta: Tensor | None,
+    residual: Tensor | None,  # [M, N], added at `position`
+    *,
+    layer: bool,
+    eps: float,
+    position: str | None,  # "before" or "after" the norm
+    groups: int = 1,
+    write_z: bool = False,
+    write_hat: bool = False,
+    saves: bool = True,
+) -> Result:
+    """y, z if asked for, zhat if asked for, mean relative to the norm's first value (layer norm only) and rstd, the last
+    two [M * groups]."""
+    x, weight = tma_ready(x), aligned(weight.to(x.dtype))
+    (M, K), N = x.shape, weight.shape[0]
+    resident = K <= RESIDENT_K
+    members = -(-N // groups // (RESIDENT_COLUMNS if resident else CYCLIC_COLUMNS))
+    kernel = kernel_for(x.dtype, layer, K, members)
+    clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
+    y = x.new_empty(M, N)
+    side = torch.empty_like(y) if write_z or write_hat else None
+    rstd = x.new_empty(M * groups, dtype=torch.float32)
+    mean = torch.empty_like(rstd) if layer else None
+    residual = None if residual is None else tma_ready(residual)
+    vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
+    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
+    form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
+    if residual is not None:
+        form += {"before": _BEFORE, "after": _AFTER}[str(position)]
+    matrices = (x, weight, y, y if side is None else side)
+    pointers = (residual, *vectors, mean, rstd, 0 if residual is None else residual.stride(0))
+    sizes = (M, N // groups, -(-K // BLOCK), members)
+    if resident:
+        gapless = x.stride(0) == K
+        fetched = ROWS * K * x.element_size() if gapless else 0
+        kernel(members * clusters, *matrices, x, *pointers, *sizes, groups, fetched, *kinds, form, eps)
+    else:
+        kernel(members * clusters, *matrices, *pointers, *sizes, *kinds, form, eps)
+    return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)

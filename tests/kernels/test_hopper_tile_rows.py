@@ -1,0 +1,124 @@
+"""The PTX written by hand of the cluster post-norm and of attention in turns, by a model of it."""
+
+import numpy as np
+import pytest
+from ptx_model import LANES, Machine, bits, real, swizzled, to_bf16, unswizzled
+
+from recsys_norm.kernels.hopper import postnorm_cluster_exchange as exchange
+from recsys_norm.kernels.hopper import tile_rows
+
+PLACE, ROWS = 1 << 14, 64
+
+
+def machine():
+    return Machine(np.zeros(1 << 16, np.uint8), np.zeros(1 << 16, np.uint8))
+
+
+def registers_of(tile):
+    """An accumulator's registers for a [64, n] tile: bit 0 of a number is the column, bit 1 row + 8, the rest 8 columns."""
+    row, column = 16 * (LANES // 32) + LANES % 32 // 4, 2 * (LANES % 4)
+    count = tile.shape[1] // 2
+    return [tile[row + 8 * (i >> 1 & 1), column + (i & 1) + 8 * (i >> 2)] for i in range(count)]
+
+
+def tile_of(registers):
+    tile = np.zeros((ROWS, 2 * len(registers)), np.float32)
+    row, column = 16 * (LANES // 32) + LANES % 32 // 4, 2 * (LANES % 4)
+    for i, values in enumerate(registers):
+        tile[row + 8 * (i >> 1 & 1), column + (i & 1) + 8 * (i >> 2)] = values
+    return tile
+
+
+def narrow(*shape, seed=0):
+    return to_bf16(np.random.default_rng(seed).standard_normal(shape).astype(np.float32)).astype(np.uint16)
+
+
+def widen(words):
+    return (words.astype(np.uint32) << 16).view(np.float32)
+
+
+def operands(prefix, values):
+    names = [f"{prefix}{i}" for i in range(len(values))]
+    return names, {name: bits(value) for name, value in zip(names, values)}
+
+
+def put(memory, at, array):
+    data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+    memory[at : at + data.size] = data
+
+
+@pytest.mark.parametrize("zero", [0, "zero"])
+@pytest.mark.parametrize("rows,width", [(64, 64), (37, 64), (9, 24), (1, 8), (0, 64)])
+def test_rows_are_added(rows, width, zero):
+    m, more = machine(), narrow(ROWS, 72)
+    put(m.memory, 512, more)
+    tile = widen(narrow(ROWS, 64, seed=1))
+    names, values = operands("v", registers_of(tile))
+    out = [f"o{i}" for i in range(32)]
+    text = tile_rows._add_bf16.fn((out,), (("at",), ("pitch",), ("rows",), ("width",), (zero,), names))
+    m.run(text, values | {"at": 512, "pitch": 144, "rows": rows, "width": width, "zero": 0})
+    expected = tile.copy()
+    expected[:rows, :width] += widen(more)[:rows, :width]
+    assert np.array_equal(tile_of([real(m.registers[o]) for o in out]), expected)
+
+
+@pytest.mark.parametrize("rows", [64, 37, 9, 8, 0])
+def test_rows_are_stored(rows):
+    m, tile = machine(), widen(narrow(ROWS, 64))
+    m.memory[:] = 255
+    names, values = operands("v", registers_of(tile))
+    text = tile_rows._store_bf16.fn((), (("at",), ("pitch",), ("rows",), ("zero",), names))
+    m.run(text, values | {"at": 1024, "pitch": 256, "rows": rows, "zero": 0})
+    memory = m.memory[1024 : 1024 + ROWS * 256].view(np.uint16).reshape(ROWS, 128)
+    assert np.array_equal(memory[:rows, :64], to_bf16(tile)[:rows])
+    assert (memory[rows:] == 0xFFFF).all() and (memory[:, 64:] == 0xFFFF).all() and (m.memory[:1024] == 255).all()
+
+
+@pytest.mark.parametrize("panel", [0, 1])
+def test_chunks_come_from_shared_memory_and_return_to_it(panel):
+    m, words = machine(), narrow(ROWS, 128)
+    put(m.shared, PLACE, swizzled(words))
+    out = [f"o{i}" for i in range(32)]
+    here = {"place": PLACE + 8192 * panel, "zero": 0}
+    m.run(tile_rows._load_bf16.fn((out,), (("place",), ("zero",))), here)
+    chunk = tile_of([real(m.registers[o]) for o in out])
+    assert np.array_equal(chunk, widen(words)[:, 64 * panel : 64 * panel + 64])
+
+    names, values = operands("v", registers_of(2 * chunk))
+    m.run(tile_rows._keep_bf16.fn((), (("place",), ("zero",), names)), values | here)
+    data = unswizzled(m.shared[PLACE : PLACE + 16384])
+    words[:, 64 * panel : 64 * panel + 64] = to_bf16(2 * chunk)
+    assert np.array_equal(data, words)
+
+
+@pytest.mark.parametrize(
+    "peers,members,columns,last", [(4, 4, 128, 128), (4, 3, 128, 40), (4, 2, 256, 8), (8, 7, 128, 104)]
+)
+@pytest.mark.parametrize("mean", [0.0, 50.0])
+def test_parts_of_a_row_are_merged(peers, members, columns, last, mean):
+    width = columns * (members - 1) + last
+    z = np.random.default_rng(0).standard_normal((ROWS, width)) + mean
+    parts = [z[:, columns * j : columns * (j + 1)] for j in range(members)]
+    m = machine()
+    messages = np.full((peers, 32, 2, 2), np.nan, np.float32)  # [peer, quad, row and row + 8, (mean, M2)]
+    row = 16 * (np.arange(32) // 8) + np.arange(32) % 8
+    for j, part in enumerate(parts):
+        for i in range(2):
+            messages[j, :, i, 0] = part.mean(1)[row + 8 * i]
+            messages[j, :, i, 1] = (part.var(1) * part.shape[1])[row + 8 * i]
+    put(m.shared, PLACE, messages)
+    inputs = (("buffer",), ("members",), ("columns",), ("last",), ("inverse",))
+    names = {
+        "buffer": PLACE,
+        "members": members,
+        "columns": bits(columns),
+        "last": bits(last),
+        "inverse": bits(1 / width),
+    }
+    for form, expected in (("_merge", (z.mean(1), z.var(1) * width)),
+                           ("_squares", (0 * z.mean(1), sum(p.var(1) * p.shape[1] for p in parts)))):  # fmt: skip
+        m.run(getattr(exchange, f"{form}{peers}").fn((("m0", "m1"), ("q0", "q1")), inputs), names)
+        first = 16 * (LANES // 32) + LANES % 32 // 4
+        for i in range(2):
+            np.testing.assert_allclose(real(m.registers[f"m{i}"]), expected[0][first + 8 * i], rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(real(m.registers[f"q{i}"]), expected[1][first + 8 * i], rtol=1e-5)
