@@ -141,6 +141,6 @@ def _expect_terms(outputs, inputs):
 @gluon.jit
 def expect_terms(row, rows, facts):
     """What `take_terms` will read of the next rows, to L2."""
-    args = [row, gl.minimum(rows, 64), fact(facts, O_RSTD), fact(facts, MEANS), fact(facts, RSTD), fact(facts, MEAN), fact(facts, Q),
-            fact(facts, Q_PITCH), whole(facts, ZERO)]  # fmt: skip
+    args = [row, gl.minimum(rows, 64), fact(facts, O_RSTD), fact(facts, MEANS), fact(facts, RSTD), fact(facts, MEAN),
+            fact(facts, Q), fact(facts, Q_PITCH), whole(facts, ZERO)]  # fmt: skip
     gl.inline_asm(_expect_terms, "r,r,l,l,l,l,l,l,r", args, (), is_pure=False)

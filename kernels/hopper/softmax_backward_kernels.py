@@ -143,7 +143,7 @@ def consume(
     end = gl.minimum(note(notes, place, ROWS), whole(facts, REACH) - (1 - W) * BLOCK)
     for first in range(begin, end, BLOCK):
         stage = turn % STAGES
-        await_block(q_s, do_s, full, turn, note(notes, place, ROWS) - first, facts)
+        await_block(q_s, do_s, full, turn, note(notes, place, ROWS) - first, facts, False)
         s = scores(k_s.index(2 * place + W + (turn >> 28)), q_s.index(stage))
         g = scores(v_s.index(2 * place + W + (turn >> 30)), do_s.index(stage))
         if W == 0:

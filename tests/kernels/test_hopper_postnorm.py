@@ -86,8 +86,10 @@ def test_every_plan_has_a_kernel_that_holds_its_rows():
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
-    [(8, 8, 1, "resident_{}_bf16_4_4", 1), (264, 384, 1, "resident_{}_bf16_6_4", 3), (512, 1024, 2, "resident_{}_bf16_8_4", 4),
-     (512, 1000, 1, "resident_{}_bf16_8_8", 8), (520, 1024, 1, "cyclic_{}_bf16", 4), (2048, 512, 1, "cyclic_{}_bf16", 2)],
+    [(8, 8, 1, "resident_{}_bf16_4_4", 1), (264, 384, 1, "resident_{}_bf16_6_4", 3),
+     (512, 1024, 2, "resident_{}_bf16_8_4", 4),
+     (512, 1000, 1, "resident_{}_bf16_8_8", 8),
+     (520, 1024, 1, "cyclic_{}_bf16", 4), (2048, 512, 1, "cyclic_{}_bf16", 2)],
 )  # fmt: skip
 def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, monkeypatch):
     calls = []
