@@ -19,6 +19,7 @@ from recsys_norm.ops import jagged_torch
 from recsys_norm.ops.activations import get, head_runs, resolve
 from recsys_norm.ops.inputs import in_a_row
 from recsys_norm.ops.jagged_torch import Attention
+from recsys_norm.ops.registration import register
 
 IMPLEMENTATIONS = ("auto", "eager")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -172,7 +173,7 @@ def _launch_spec(heads: int, max_q_len, max_k_len, activation, scale, causal, wi
     return Spec(max_q_len, max_k_len, runs, scale, left=reach, right=0 if causal else reach)
 
 
-@torch.library.custom_op("recsys_norm::gdpa", mutates_args=())
+@register("gdpa")
 def gdpa(
     q: Tensor,
     k: Tensor,
@@ -202,7 +203,7 @@ def _gdpa_fake(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, activation, 
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("recsys_norm::gdpa_backward", mutates_args=())
+@register("gdpa_backward")
 def gdpa_backward(
     grad: Tensor,
     q: Tensor,
@@ -265,7 +266,7 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if q.is_cuda else (0,)  # the CPU computes the weights again
 
 
-@torch.library.custom_op("recsys_norm::jagged_softmax", mutates_args=())
+@register("jagged_softmax")
 def jagged_softmax(
     q: Tensor,
     k: Tensor,
@@ -308,7 +309,7 @@ def _jagged_softmax_fake(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, sc
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
-@torch.library.custom_op("recsys_norm::jagged_softmax_backward", mutates_args=())
+@register("jagged_softmax_backward")
 def jagged_softmax_backward(
     grad: Tensor,
     q: Tensor,

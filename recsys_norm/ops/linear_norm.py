@@ -28,6 +28,7 @@ from recsys_norm.ops.library import (
     zero_gradients,
 )
 from recsys_norm.ops.problem import Problem, stores_hat
+from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import UnsupportedError, choose, count, select
 
 _MANY_ROWS = 1 << 18
@@ -153,7 +154,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, retur
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm", mutates_args=())
+@register("linear_norm")
 def _forward_op(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +201,7 @@ def _fake(
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_backward", mutates_args=())
+@register("linear_norm_backward")
 def _backward_op(
     dy: Tensor,
     dz: Tensor | None,

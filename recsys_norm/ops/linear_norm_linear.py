@@ -24,6 +24,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import count, select
 
 
@@ -111,7 +112,7 @@ def _problem(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, ep
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_linear", mutates_args=())
+@register("linear_norm_linear")
 def _forward_op(
     x: Tensor,
     weight1: Tensor,
@@ -145,7 +146,7 @@ def _fake(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, *_):
     return x.new_empty(x.shape[0], weight2.shape[0]), x.new_empty(x.shape[0], weight1.shape[0]), mean, rstd
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_linear_backward", mutates_args=())
+@register("linear_norm_linear_backward")
 def _backward_op(
     dy: Tensor,
     x: Tensor,

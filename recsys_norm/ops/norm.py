@@ -23,6 +23,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import count, select
 
 
@@ -106,7 +107,7 @@ def _norm(op, norm, x, weight, bias, eps, residual, return_sum, backend, techniq
         return y, x if residual is None else z.view(x.shape)
 
 
-@torch.library.custom_op("recsys_norm::norm", mutates_args=())
+@register("norm")
 def _norm_op(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -152,7 +153,7 @@ def _problem(x, norm_weight, norm_bias, residual, norm, eps, training):
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_backward", mutates_args=())
+@register("norm_backward")
 def _norm_backward_op(
     dy: Tensor,
     dz: Tensor | None,

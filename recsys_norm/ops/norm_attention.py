@@ -31,6 +31,7 @@ from recsys_norm.ops.library import (
     zero_gradients,
 )
 from recsys_norm.ops.problem import AttentionSpec, stores_hat
+from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import count, select
 
 ParameterOrPair = Tensor | tuple[Tensor | None, Tensor | None] | None
@@ -243,7 +244,7 @@ def _problem(q, k, parameters, residual, spec, eps, training):
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_attention", mutates_args=())
+@register("norm_attention")
 def _forward_op(
     q: Tensor,
     k: Tensor,
@@ -320,7 +321,7 @@ def _stores_hat(training, post, residual):
     return stores_hat(training, any(p is not None for p in post), None if residual is None else "after", False)
 
 
-@torch.library.custom_op("recsys_norm::norm_attention_backward", mutates_args=())
+@register("norm_attention_backward")
 def _backward_op(
     dout: Tensor,
     q: Tensor,

@@ -26,6 +26,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import count, select
 
 SAVE_OUTPUT_ABOVE = 512  # in-features
@@ -98,7 +99,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, training):
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_linear", mutates_args=())
+@register("norm_linear")
 def _forward_op(
     x: Tensor,
     weight: Tensor,
@@ -129,7 +130,7 @@ def _fake(x, weight, bias, norm_weight, norm_bias, norm, eps, training, backend,
     return x.new_empty(x.shape[0], weight.shape[0]), mean, rstd
 
 
-@torch.library.custom_op("recsys_norm::norm_linear_backward", mutates_args=())
+@register("norm_linear_backward")
 def _backward_op(
     dy: Tensor,
     x: Tensor,
