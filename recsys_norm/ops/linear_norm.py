@@ -27,8 +27,8 @@ from recsys_norm.ops.library import (
     triton_version,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.problem import Problem, stores_hat
-from recsys_norm.ops.registration import register
 from recsys_norm.ops.registry import UnsupportedError, choose, count, select
 
 _MANY_ROWS = 1 << 18
@@ -107,9 +107,9 @@ def linear_norm(
             how = dict(backend=backend, technique=technique, on_unsupported=on_unsupported)
             each = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
             return composite.group_by_group(linear_norm, groups, x, parameters, residual, **each, **how)
-        flat = None if residual is None else residual.reshape(-1, N)
+        flat = None if residual is None else inputs.flat(residual)
         training = inputs.is_training(x, *parameters.values(), residual)
-        tensors = (x.reshape(-1, K), weight, bias, norm_weight, norm_bias, flat)
+        tensors = (inputs.flat(x), weight, bias, norm_weight, norm_bias, flat)
         affine = norm_weight is not None or norm_bias is not None
         keep = return_sum
         if position != "before" and stores_hat(training, affine, position, return_sum):
@@ -117,8 +117,8 @@ def linear_norm(
             technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
         y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, groups, training, *policy)
-        y = y.view(*x.shape[:-1], N)
-        return (y, z.view(y.shape)) if return_sum else y
+        y = inputs.shaped_as(x, y)
+        return (y, inputs.shaped_as(x, z)) if return_sum else y
 
 
 @torch.compiler.assume_constant_result
@@ -154,7 +154,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, retur
     )
 
 
-@register("linear_norm")
+@define("linear_norm")
 def _forward_op(
     x: Tensor,
     weight: Tensor,
@@ -201,7 +201,7 @@ def _fake(
     )
 
 
-@register("linear_norm_backward")
+@define("linear_norm_backward")
 def _backward_op(
     dy: Tensor,
     dz: Tensor | None,
@@ -262,7 +262,7 @@ def _backward(ctx, dy, dz, _dmean, _drstd, _dhat):
     grads = list(needed(_backward_op(dy, dz, *ctx.saved_tensors, *options), needs))
     if ctx.needs_input_grad[5] and ctx.position == "after":
         grads[5] = dy
-    return (*grads, *(None,) * 9)
+    return tuple(grads)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

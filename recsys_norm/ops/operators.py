@@ -1,6 +1,6 @@
 """Ops of torch.library like those of `torch.library.custom_op`: one node for torch.compile, profilers, FLOP counters and
-dispatch modes, with gradients. custom_op costs an eager call more than a small kernel: it looks for defaults of arguments in
-a time that grows with the square of their number, and goes through the dispatcher a second time below autograd.
+dispatch modes, with gradients. custom_op costs an eager call more than a small kernel does: it looks for the defaults of
+arguments in a time that grows with the square of their number, and goes through the dispatcher again below autograd.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ _DENSE = {_C.DispatchKeySet(key).raw_repr() for key in (_C.DispatchKey.CPU, _C.D
 
 class Op:
     """The op `recsys_norm::name` made of a kernel: a function with a type for each argument, which returns new tensors.
-    `register_fake` and `register_autograd` are those of `torch.library.custom_op`."""
+    `register_fake` and `register_autograd` are as in `torch.library.custom_op`."""
 
     def __init__(self, name: str, kernel: Callable):
         _LIBRARY.define(name + torch.library.infer_schema(kernel, mutates_args=()), tags=(torch.Tag.pt2_compliant_tag,))
         self.overload = getattr(torch.ops.recsys_norm, name).default
+        self._with_tensors = (
+            max(i for i, a in enumerate(self.overload._schema.arguments) if "Tensor" in str(a.type)) + 1
+        )
         self._kernel = torch.compiler.disable(kernel)
         self._function = _function_of(self, self._no_gradient, None)
         _LIBRARY.impl(name, self._run, "CompositeExplicitAutograd")
@@ -36,10 +39,11 @@ class Op:
         return fake
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """Only for ops whose arguments have no defaults: the dispatcher removes arguments that are equal to theirs."""
+        """As in custom_op, but `backward` returns one gradient per argument up to the last tensor. Only for ops without
+        defaults: the dispatcher takes away arguments that are equal to theirs."""
         self._function = _function_of(self, backward, setup_context)
 
-    @skip
+    @skip  # as torch's own layers are: where dynamo looks at every frame, it must not see those of an op
     def _run(self, *args: Any) -> Any:
         output = self._kernel(*args)
         if _C._any_output_is_alias_to_input_or_output(args, {}, output if isinstance(output, tuple) else (output,)):
@@ -49,12 +53,13 @@ class Op:
     @skip
     def _run_autograd(self, keyset: _C.DispatchKeySet, *args: Any) -> Any:
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
-            return self._function.apply(*args, keyset)
+            n = self._with_tensors
+            return self._function.apply(*args[:n], (keyset, args[n:]))
         return self.below_autograd(keyset, args)
 
     @skip
     def below_autograd(self, keyset: _C.DispatchKeySet, args: tuple) -> Any:
-        """The kernel at once if the dispatcher would do nothing before it."""
+        """The kernel at once where it is what the dispatcher would come to next."""
         below = keyset & _C._after_autograd_keyset
         with _C._AutoDispatchBelowAutograd():
             return self._run(*args) if below.raw_repr() in _DENSE else self.overload.redispatch(below, *args)
@@ -63,21 +68,22 @@ class Op:
         raise RuntimeError(f"Trying to backward through {self.overload} but no autograd formula was registered.")
 
 
-def register(name: str) -> Callable[[Callable], Op]:
+def define(name: str) -> Callable[[Callable], Op]:
     return lambda kernel: Op(name, kernel)
 
 
 def _function_of(op: Op, gradient: Callable, setup_context: Callable | None) -> type[torch.autograd.Function]:
     @skip
     def forward(ctx, *args):
-        *args, keyset = args
+        *tensors, (keyset, others) = args
+        args = (*tensors, *others)
         output = op.below_autograd(keyset, args)
         if setup_context is not None:
             setup_context(ctx, args, output)
         return output
 
     def backward(ctx, *grads):
-        return (*gradient(ctx, *grads), None)  # none for the keyset
+        return (*gradient(ctx, *grads), None)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(op.overload._opname, (torch.autograd.Function,), members)
+    return type(f"recsys_norm_{op.overload._opname}", (torch.autograd.Function,), members)
