@@ -35,8 +35,9 @@ Case = tuple[Callable[[], Any], list[Tensor]]  # a call, and what it has gradien
 
 def cases(device: str) -> dict[str, Case]:
     def parameters(*shapes: tuple[int, ...]) -> list[Tensor]:
-        return [torch.randn(shape, device=device, requires_grad=True) for shape in shapes]
+        return [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]
 
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     row, square, heads = (WIDTH,), (WIDTH, WIDTH), (2 * LENGTH, HEADS, WIDTH // HEADS)
     x, w, b, gamma, beta, w2, b2 = parameters((2 * LENGTH, WIDTH), square, row, row, row, square, row)
     q, k, v = parameters(heads, heads, heads)

@@ -64,22 +64,23 @@ def check_dtypes(
     op: str, x: Tensor, activations: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
 ) -> None:
     """Activations share one of bf16, fp16, fp32; a parameter has the same dtype or is fp32; all on one device."""
-    if x.dtype not in ACTIVATION_DTYPES:
+    dtype, device = x.dtype, x.device
+    if dtype not in ACTIVATION_DTYPES:
         raise TypeError(
-            f"{op}: activations of {x.dtype} are not supported (bfloat16, float16, float32 are); "
+            f"{op}: activations of {dtype} are not supported (bfloat16, float16, float32 are); "
             "recsys_norm.reference computes in any floating dtype"
         )
-    for tensors, allowed in ((activations, (x.dtype,)), (parameters, (x.dtype, torch.float32))):
+    for tensors, allowed in ((activations, (dtype,)), (parameters, (dtype, torch.float32))):
         for name, tensor in tensors.items():
             if tensor is None:
                 continue
             if tensor.dtype not in allowed:
                 wanted = " or ".join(str(d) for d in dict.fromkeys(allowed))
                 raise TypeError(
-                    f"{op}: {name} is {tensor.dtype} where x is {x.dtype}; it must be {wanted}: cast it with .to()"
+                    f"{op}: {name} is {tensor.dtype} where x is {dtype}; it must be {wanted}: cast it with .to()"
                 )
-            if tensor.device != x.device:
-                raise ValueError(f"{op}: {name} is on {tensor.device} and x on {x.device}; move one with .to()")
+            if tensor.device != device:
+                raise ValueError(f"{op}: {name} is on {tensor.device} and x on {device}; move one with .to()")
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:

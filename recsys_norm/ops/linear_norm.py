@@ -9,6 +9,8 @@ needs and grads in the order of the forward's tensors. z is the un-normalised su
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -127,13 +129,17 @@ def _product_is_written(norm, dtype, K, N, affine, groups, device, backend, tech
     backward then costs less than writing zhat."""
     if device.type != "cuda" or backend != "fused" or technique is not None:
         return device.type == "cuda" and technique in ("separate", "triton/separate")
-    fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
-    where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
-    problem = Problem(**fields, affine=affine, groups=groups, training=True, **where)
     try:
-        return choose(problem).name == "separate"
+        return choose(_of_many_rows(norm, dtype, K, N, affine, groups, device)).name == "separate"
     except UnsupportedError:  # what follows from that is for `select` to say
         return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_many_rows(norm, dtype, K, N, affine, groups, device) -> Problem:
+    fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
+    where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
+    return Problem(**fields, affine=affine, groups=groups, training=True, **where)
 
 
 def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, return_sum, groups, training):

@@ -46,7 +46,8 @@ class Op:
     @skip  # as torch's own layers are: where dynamo looks at every frame, it must not see those of an op
     def _run(self, *args: Any) -> Any:
         output = self._kernel(*args)
-        if _C._any_output_is_alias_to_input_or_output(args, {}, output if isinstance(output, tuple) else (output,)):
+        outputs = output if isinstance(output, tuple) else (output,)
+        if _C._any_output_is_alias_to_input_or_output(args[: self._with_tensors], {}, outputs):
             raise RuntimeError(f"{self.overload}: an output shares memory with an input or with another output")
         return output
 
