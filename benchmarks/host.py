@@ -91,11 +91,13 @@ def nothing_computed() -> Iterator[None]:
         for technique in techniques:
             registry.register(op, Allocates(technique))
     names = ("grouped_forward", "grouped_backward", "check_lengths")
-    with mock.patch.multiple(jagged_torch, **{name: allocating(getattr(jagged_torch, name)) for name in names}):
-        yield
-    for op, techniques in real.items():
-        for technique in techniques:
-            registry.register(op, technique)
+    try:
+        with mock.patch.multiple(jagged_torch, **{name: allocating(getattr(jagged_torch, name)) for name in names}):
+            yield
+    finally:
+        for op, techniques in real.items():
+            for technique in techniques:
+                registry.register(op, technique)
 
 
 def calls(case: Case) -> dict[str, Callable[[], object]]:

@@ -35,7 +35,7 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def register_fake(self, fake: Callable) -> Callable:
-        torch.library.register_fake(self.overload._name, fake, lib=_LIBRARY)
+        torch.library.register_fake(self.overload.name(), fake, lib=_LIBRARY)
         return fake
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
