@@ -140,12 +140,13 @@ def norm_attention(
 def _sides(op, pre_norm, on, weight, bias):
     """(weight, bias) of the norm on q and of the norm on k."""
     inputs.check_choice(op, "pre_norm_on", on, ("q", "k", "qk"))
-    pairs = [p if isinstance(p, tuple) else (p, p) for p in (weight, bias)]
-    if pre_norm is None and any(p is not None for pair in pairs for p in pair):
+    (q_weight, k_weight), (q_bias, k_bias) = (p if isinstance(p, tuple) else (p, p) for p in (weight, bias))
+    if pre_norm is None and any(p is not None for p in (q_weight, k_weight, q_bias, k_bias)):
         raise ValueError(
             f"{op}: pre_norm_weight or pre_norm_bias given without pre_norm; pass pre_norm='rms' or 'layer'"
         )
-    return tuple(tuple(pair[i] if side in on else None for pair in pairs) for i, side in enumerate("qk"))
+    none = (None, None)
+    return (q_weight, q_bias) if "q" in on else none, (k_weight, k_bias) if "k" in on else none
 
 
 def _check_tensors(op, q, k, v, q_offsets, k_offsets, residual):
@@ -187,8 +188,9 @@ def _check_norms(op, q, pre_norm, on, scope, pre_q, pre_k, post_norm, post, eps)
         ("post_norm_weight", post[0], (H * d,)),
         ("post_norm_bias", post[1], (H * d,)),
     ):
-        inputs.check_shape(op, name, p, shape, "the width that is normalised")
-        parameters[name] = p
+        if p is not None:
+            inputs.check_shape(op, name, p, shape, "the width that is normalised")
+            parameters[name] = p
     inputs.check_dtypes(op, q, {}, parameters)
 
 
@@ -202,6 +204,7 @@ _spec_of = functools.lru_cache(maxsize=1024)(_unpack)  # outside of graphs, wher
 
 def _problem(q, k, parameters, residual, spec, eps, training):
     pre_q_weight, pre_q_bias, pre_k_weight, pre_k_bias, post_weight, post_bias = parameters
+    norm_bias = pre_q_bias is not None or pre_k_bias is not None or post_bias is not None
     T, H, d = q.shape
     return make_problem(
         "norm_attention",
@@ -213,8 +216,8 @@ def _problem(q, k, parameters, residual, spec, eps, training):
         N=H * d,
         H=H,
         d=d,
-        affine=any(p is not None for p in parameters),
-        norm_bias=any(p is not None for p in (pre_q_bias, pre_k_bias, post_bias)),
+        affine=norm_bias or any(p is not None for p in (pre_q_weight, pre_k_weight, post_weight)),
+        norm_bias=norm_bias,
         residual="after" if residual else None,
         training=training,
         attention=spec,
