@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from recsys_norm.ops.inputs import check_policy
@@ -20,4 +20,4 @@ class Policy:
         check_policy("recsys_norm.nn", self.backend, self.technique, self.on_unsupported)
 
     def arguments(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(backend=self.backend, technique=self.technique, on_unsupported=self.on_unsupported)

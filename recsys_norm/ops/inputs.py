@@ -64,22 +64,23 @@ def check_dtypes(
     op: str, x: Tensor, activations: dict[str, Tensor | None], parameters: dict[str, Tensor | None]
 ) -> None:
     """Activations share one of bf16, fp16, fp32; a parameter has the same dtype or is fp32; all on one device."""
-    if x.dtype not in ACTIVATION_DTYPES:
+    dtype, device = x.dtype, x.device
+    if dtype not in ACTIVATION_DTYPES:
         raise TypeError(
-            f"{op}: activations of {x.dtype} are not supported (bfloat16, float16, float32 are); "
+            f"{op}: activations of {dtype} are not supported (bfloat16, float16, float32 are); "
             "recsys_norm.reference computes in any floating dtype"
         )
-    for name, tensor in {**activations, **parameters}.items():
-        if tensor is None:
-            continue
-        allowed = (x.dtype,) if name in activations else (x.dtype, torch.float32)
-        if tensor.dtype not in allowed:
-            wanted = " or ".join(str(d) for d in dict.fromkeys(allowed))
-            raise TypeError(
-                f"{op}: {name} is {tensor.dtype} where x is {x.dtype}; it must be {wanted}: cast it with .to()"
-            )
-        if tensor.device != x.device:
-            raise ValueError(f"{op}: {name} is on {tensor.device} and x on {x.device}; move one with .to()")
+    for tensors, allowed in ((activations, (dtype,)), (parameters, (dtype, torch.float32))):
+        for name, tensor in tensors.items():
+            if tensor is None:
+                continue
+            if tensor.dtype not in allowed:
+                wanted = " or ".join(str(d) for d in dict.fromkeys(allowed))
+                raise TypeError(
+                    f"{op}: {name} is {tensor.dtype} where x is {dtype}; it must be {wanted}: cast it with .to()"
+                )
+            if tensor.device != device:
+                raise ValueError(f"{op}: {name} is on {tensor.device} and x on {device}; move one with .to()")
 
 
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
@@ -101,6 +102,16 @@ def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
 
 def is_training(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def flat(x: Tensor) -> Tensor:
+    """[.., K] as [M, K]. What is that already stays itself: a view would be one more node for autograd."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def shaped_as(x: Tensor, y: Tensor) -> Tensor:
+    """y [M, N], made of `flat(x)`, with the leading dimensions of x."""
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def rows(x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from recsys_norm.ops import jagged_torch
 from recsys_norm.ops.activations import get, head_runs, resolve
 from recsys_norm.ops.inputs import in_a_row
 from recsys_norm.ops.jagged_torch import Attention
+from recsys_norm.ops.operators import define
 
 IMPLEMENTATIONS = ("auto", "eager")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -172,7 +173,7 @@ def _launch_spec(heads: int, max_q_len, max_k_len, activation, scale, causal, wi
     return Spec(max_q_len, max_k_len, runs, scale, left=reach, right=0 if causal else reach)
 
 
-@torch.library.custom_op("recsys_norm::gdpa", mutates_args=())
+@define("gdpa")
 def gdpa(
     q: Tensor,
     k: Tensor,
@@ -202,7 +203,7 @@ def _gdpa_fake(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, activation, 
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("recsys_norm::gdpa_backward", mutates_args=())
+@define("gdpa_backward")
 def gdpa_backward(
     grad: Tensor,
     q: Tensor,
@@ -239,11 +240,11 @@ def _gdpa_save(ctx, inputs, output):
 
 def _gdpa_grad(ctx, grad):
     grads = torch.ops.recsys_norm.gdpa_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return (*_needed(ctx, grads), *[None] * 8)
+    return _needed(ctx, grads)
 
 
 def _needed(ctx, grads: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    return tuple(g if need else None for g, need in zip(grads, ctx.needs_input_grad))
+    return (*(g if need else None for g, need in zip(grads, ctx.needs_input_grad)), None, None)  # none for the offsets
 
 
 gdpa.register_autograd(_gdpa_grad, setup_context=_gdpa_save)
@@ -265,7 +266,7 @@ def _lse_shape(q: Tensor) -> tuple[int, ...]:
     return (q.shape[1], q.shape[0]) if q.is_cuda else (0,)  # the CPU computes the weights again
 
 
-@torch.library.custom_op("recsys_norm::jagged_softmax", mutates_args=())
+@define("jagged_softmax")
 def jagged_softmax(
     q: Tensor,
     k: Tensor,
@@ -308,7 +309,7 @@ def _jagged_softmax_fake(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, sc
     return q.new_empty(q.shape), q.new_empty(_lse_shape(q), dtype=torch.float32)
 
 
-@torch.library.custom_op("recsys_norm::jagged_softmax_backward", mutates_args=())
+@define("jagged_softmax_backward")
 def jagged_softmax_backward(
     grad: Tensor,
     q: Tensor,
@@ -358,13 +359,15 @@ def _jagged_softmax_backward_fake(grad, q, k, v, *args):
 
 
 def _softmax_save(ctx, inputs, output):
+    ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp
     ctx.save_for_backward(*inputs[:5], *output)
     ctx.options = inputs[5:]
 
 
 def _softmax_grad(ctx, grad, _):
+    grad = torch.zeros_like(ctx.saved_tensors[5]) if grad is None else grad
     grads = torch.ops.recsys_norm.jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options)
-    return (*_needed(ctx, grads), *[None] * 7)
+    return _needed(ctx, grads)
 
 
 jagged_softmax.register_autograd(_softmax_grad, setup_context=_softmax_save)

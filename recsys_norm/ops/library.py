@@ -29,7 +29,8 @@ def present(tensor: Tensor | None) -> Tensor | None:
 
 def gradients(grads: Gradients, likes: Gradients, x: Tensor) -> Gradients:
     """A technique's gradients as op outputs: in the dtype of what they are gradients of, empty where not computed."""
-    return tuple(absent(x) if g is None else g.to(like.dtype) for g, like in zip(grads, likes, strict=True))
+    pairs = zip(grads, likes, strict=True)
+    return tuple(absent(x) if g is None else g if g.dtype is like.dtype else g.to(like.dtype) for g, like in pairs)
 
 
 def fake_gradients(likes: Gradients, needs: list[bool], x: Tensor) -> Gradients:
@@ -87,19 +88,23 @@ def triton_version() -> tuple[int, int] | None:
 def make_problem(op: str, x: Tensor, parameters: tuple[Tensor | None, ...], **fields: Any) -> Problem:
     """The Problem of rows x; `fields` are the Problem's own names. The parameter dtype is fp32 if any parameter is, and
     eps is a number."""
-    dtypes = {p.dtype for p in parameters if p is not None}
-    param_dtype = torch.float32 if torch.float32 in dtypes else x.dtype
-    cuda = x.device.type == "cuda"
+    single = any(p is not None and p.dtype is torch.float32 for p in parameters)
+    return _problem_of(op, x.shape, x.stride(), x.dtype, x.device, torch.float32 if single else x.dtype, **fields)
+
+
+@functools.lru_cache(maxsize=4096)  # made once, as a training step asks for the same ones again and again
+def _problem_of(op, shape, strides, dtype, device, param_dtype, *, eps, **fields) -> Problem:
+    cuda = device.type == "cuda"
     return Problem(
         op=op,
-        M=x.shape[0],
-        K=fields.pop("K", x.shape[1]),
-        dtype=x.dtype,
+        M=shape[0],
+        K=fields.pop("K", shape[1]),
+        dtype=dtype,
         param_dtype=param_dtype,
-        eps=resolve_eps(fields.pop("eps"), x.dtype),
-        strides=tuple(x.stride()),
-        device=x.device.type,
-        arch=arch_of(x.device),
+        eps=resolve_eps(eps, dtype),
+        strides=strides,
+        device=device.type,
+        arch=arch_of(device),
         triton_version=triton_version() if cuda else None,
         **fields,
     )

@@ -9,6 +9,8 @@ needs and grads in the order of the forward's tensors. z is the un-normalised su
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,7 @@ from recsys_norm.ops.library import (
     triton_version,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.problem import Problem, stores_hat
 from recsys_norm.ops.registry import UnsupportedError, choose, count, select
 
@@ -106,9 +109,9 @@ def linear_norm(
             how = dict(backend=backend, technique=technique, on_unsupported=on_unsupported)
             each = dict(norm=norm, eps=eps, residual_position=residual_position, return_sum=return_sum)
             return composite.group_by_group(linear_norm, groups, x, parameters, residual, **each, **how)
-        flat = None if residual is None else residual.reshape(-1, N)
+        flat = None if residual is None else inputs.flat(residual)
         training = inputs.is_training(x, *parameters.values(), residual)
-        tensors = (x.reshape(-1, K), weight, bias, norm_weight, norm_bias, flat)
+        tensors = (inputs.flat(x), weight, bias, norm_weight, norm_bias, flat)
         affine = norm_weight is not None or norm_bias is not None
         keep = return_sum
         if position != "before" and stores_hat(training, affine, position, return_sum):
@@ -116,8 +119,8 @@ def linear_norm(
             technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
         y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, groups, training, *policy)
-        y = y.view(*x.shape[:-1], N)
-        return (y, z.view(y.shape)) if return_sum else y
+        y = inputs.shaped_as(x, y)
+        return (y, inputs.shaped_as(x, z)) if return_sum else y
 
 
 @torch.compiler.assume_constant_result
@@ -126,13 +129,17 @@ def _product_is_written(norm, dtype, K, N, affine, groups, device, backend, tech
     backward then costs less than writing zhat."""
     if device.type != "cuda" or backend != "fused" or technique is not None:
         return device.type == "cuda" and technique in ("separate", "triton/separate")
-    fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
-    where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
-    problem = Problem(**fields, affine=affine, groups=groups, training=True, **where)
     try:
-        return choose(problem).name == "separate"
+        return choose(_of_many_rows(norm, dtype, K, N, affine, groups, device)).name == "separate"
     except UnsupportedError:  # what follows from that is for `select` to say
         return False
+
+
+@functools.lru_cache(maxsize=1024)
+def _of_many_rows(norm, dtype, K, N, affine, groups, device) -> Problem:
+    fields = dict(op="linear_norm", norm=norm, M=_MANY_ROWS, K=K, N=N, dtype=dtype, param_dtype=dtype, eps=1e-5)
+    where = dict(device=device.type, arch=arch_of(device), triton_version=triton_version())
+    return Problem(**fields, affine=affine, groups=groups, training=True, **where)
 
 
 def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, return_sum, groups, training):
@@ -153,7 +160,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, position, retur
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm", mutates_args=())
+@define("linear_norm")
 def _forward_op(
     x: Tensor,
     weight: Tensor,
@@ -200,7 +207,7 @@ def _fake(
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_backward", mutates_args=())
+@define("linear_norm_backward")
 def _backward_op(
     dy: Tensor,
     dz: Tensor | None,
@@ -261,7 +268,7 @@ def _backward(ctx, dy, dz, _dmean, _drstd, _dhat):
     grads = list(needed(_backward_op(dy, dz, *ctx.saved_tensors, *options), needs))
     if ctx.needs_input_grad[5] and ctx.position == "after":
         grads[5] = dy
-    return (*grads, *(None,) * 9)
+    return tuple(grads)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

@@ -24,6 +24,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.registry import count, select
 
 
@@ -90,8 +91,8 @@ def linear_norm_linear(
             return composite.run(backend, composite.linear_norm_linear, x, *tensors, **options)
         training = inputs.is_training(x, *tensors)
         policy = (backend, technique or "", on_unsupported)
-        y, *_ = _forward_op(x.reshape(-1, K), *tensors, norm, eps, activation, training, *policy)
-        return y.view(*x.shape[:-1], N2)
+        y, *_ = _forward_op(inputs.flat(x), *tensors, norm, eps, activation, training, *policy)
+        return inputs.shaped_as(x, y)
 
 
 def _problem(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, eps, activation, training):
@@ -111,7 +112,7 @@ def _problem(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, ep
     )
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_linear", mutates_args=())
+@define("linear_norm_linear")
 def _forward_op(
     x: Tensor,
     weight1: Tensor,
@@ -145,7 +146,7 @@ def _fake(x, weight1, bias1, weight2, bias2, norm_weight, norm_bias, norm, *_):
     return x.new_empty(x.shape[0], weight2.shape[0]), x.new_empty(x.shape[0], weight1.shape[0]), mean, rstd
 
 
-@torch.library.custom_op("recsys_norm::linear_norm_linear_backward", mutates_args=())
+@define("linear_norm_linear_backward")
 def _backward_op(
     dy: Tensor,
     x: Tensor,
@@ -195,7 +196,7 @@ def _setup(ctx, inputs, output):
 def _backward(ctx, dy, _dz, _dmean, _drstd):
     needs = ctx.needs_input_grad[:7]
     grads = _backward_op(dy, *ctx.saved_tensors, ctx.norm, ctx.eps, ctx.activation, list(needs), *ctx.policy)
-    return (*needed(grads, needs), *(None,) * 7)
+    return needed(grads, needs)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

@@ -23,6 +23,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.registry import count, select
 
 
@@ -96,17 +97,17 @@ def _norm(op, norm, x, weight, bias, eps, residual, return_sum, backend, techniq
             count("norm", backend)
             options = dict(norm=norm, eps=eps, return_sum=return_sum)
             return composite.run(backend, composite.norm, x, weight, bias, residual, **options)
-        flat = None if residual is None else residual.reshape(-1, x.shape[-1])
+        flat = None if residual is None else inputs.flat(residual)
         training = inputs.is_training(x, weight, bias, residual)
         policy = (backend, technique or "", on_unsupported)
-        y, z, _, _ = _norm_op(x.reshape(-1, x.shape[-1]), weight, bias, flat, norm, eps, training, *policy)
-        y = y.view(x.shape)
+        y, z, _, _ = _norm_op(inputs.flat(x), weight, bias, flat, norm, eps, training, *policy)
+        y = inputs.shaped_as(x, y)
         if not return_sum:
             return y
-        return y, x if residual is None else z.view(x.shape)
+        return y, x if residual is None else inputs.shaped_as(x, z)
 
 
-@torch.library.custom_op("recsys_norm::norm", mutates_args=())
+@define("norm")
 def _norm_op(
     x: Tensor,
     norm_weight: Tensor | None,
@@ -152,7 +153,7 @@ def _problem(x, norm_weight, norm_bias, residual, norm, eps, training):
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_backward", mutates_args=())
+@define("norm_backward")
 def _norm_backward_op(
     dy: Tensor,
     dz: Tensor | None,
@@ -191,6 +192,7 @@ def _setup(ctx, inputs, output):
     _, z, mean, rstd = output
     ctx.residual = residual is not None
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # no zeros for the outputs that have no gradient
     ctx.save_for_backward(z if ctx.residual else x, norm_weight, norm_bias, mean, rstd)
 
 
@@ -198,11 +200,12 @@ def _backward(ctx, dy, dz, _dmean, _drstd):
     need_x, need_weight, need_bias, need_residual = ctx.needs_input_grad[:4]
     z, norm_weight, norm_bias, mean, rstd = ctx.saved_tensors
     needs = [need_x or need_residual, need_weight, need_bias]
-    dz = dz if ctx.residual else None
+    dy = torch.zeros_like(z) if dy is None else dy
+    dz = None if not ctx.residual else torch.zeros_like(z) if dz is None else dz
     dx, dweight, dbias = _norm_backward_op(
         dy, dz, z, norm_weight, norm_bias, mean, rstd, ctx.residual, ctx.norm, ctx.eps, needs, *ctx.policy
     )
-    return (*needed((dx, dweight, dbias, dx), ctx.needs_input_grad), *(None,) * 6)
+    return needed((dx, dweight, dbias, dx), ctx.needs_input_grad)
 
 
 _norm_op.register_autograd(_backward, setup_context=_setup)

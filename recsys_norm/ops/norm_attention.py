@@ -12,6 +12,8 @@ the op passes it on.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.problem import AttentionSpec, stores_hat
 from recsys_norm.ops.registry import count, select
 
@@ -113,20 +116,9 @@ def norm_attention(
     if norms_are_identity():
         pre_norm = post_norm = None
         pre_q = pre_k = post = (None, None)
-    spec = AttentionSpec(
-        max_q_len=max_q_len,
-        max_k_len=max_k_len,
-        activation=resolve(activation, H),
-        softmax=softmax,
-        scale=float(scale) if scale is not None else d**-0.5 if softmax else 1.0,
-        causal=causal,
-        window=window,
-        pre_norm=pre_norm,
-        pre_norm_on=pre_norm_on,
-        pre_norm_scope=pre_norm_scope,
-        post_norm=post_norm,
-        inner_residual=inner_residual,
-    )
+    scale = float(scale) if scale is not None else d**-0.5 if softmax else 1.0
+    spec: tuple = (max_q_len, max_k_len, ",".join(resolve(activation, H)), softmax, scale, causal, window)
+    spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
     tensors = (q, k, v, *inputs.in_a_row(q_offsets_B1, k_offsets_B1))
     with inputs.without_autocast(q):
         plain = backend in ("unfused", "compiled")
@@ -135,25 +127,26 @@ def norm_attention(
             label = "attention alone" + ("" if q.is_cuda else " (torch)") if nothing_to_fuse and not plain else backend
             count(op, f"{label}, eager attention" if attention == "eager" else label)
             implementation = "eager" if attention == "eager" else "auto"
-            options = dict(spec=spec, eps=eps, packed=packed, implementation=implementation)
+            options = dict(spec=_unpack(*spec), eps=eps, packed=packed, implementation=implementation)
             function, residual = composite.norm_attention, q if own_residual else residual
             return composite.run(backend, function, *tensors, pre_q, pre_k, post, residual, **options)
         training = inputs.is_training(q, k, v, *pre_q, *pre_k, *post, residual)
         parameters = (*pre_q, *pre_k, *post)
         policy = (backend, technique or "", on_unsupported)
         flags = (packed, training, own_residual)
-        return _forward_op(*tensors, *parameters, residual, *_pack(spec), eps, *flags, *policy)[0]
+        return _forward_op(*tensors, *parameters, residual, *spec, eps, *flags, *policy)[0]
 
 
 def _sides(op, pre_norm, on, weight, bias):
     """(weight, bias) of the norm on q and of the norm on k."""
     inputs.check_choice(op, "pre_norm_on", on, ("q", "k", "qk"))
-    pairs = [p if isinstance(p, tuple) else (p, p) for p in (weight, bias)]
-    if pre_norm is None and any(p is not None for pair in pairs for p in pair):
+    (q_weight, k_weight), (q_bias, k_bias) = (p if isinstance(p, tuple) else (p, p) for p in (weight, bias))
+    if pre_norm is None and any(p is not None for p in (q_weight, k_weight, q_bias, k_bias)):
         raise ValueError(
             f"{op}: pre_norm_weight or pre_norm_bias given without pre_norm; pass pre_norm='rms' or 'layer'"
         )
-    return tuple(tuple(pair[i] if side in on else None for pair in pairs) for i, side in enumerate("qk"))
+    none = (None, None)
+    return (q_weight, q_bias) if "q" in on else none, (k_weight, k_bias) if "k" in on else none
 
 
 def _check_tensors(op, q, k, v, q_offsets, k_offsets, residual):
@@ -195,35 +188,23 @@ def _check_norms(op, q, pre_norm, on, scope, pre_q, pre_k, post_norm, post, eps)
         ("post_norm_weight", post[0], (H * d,)),
         ("post_norm_bias", post[1], (H * d,)),
     ):
-        inputs.check_shape(op, name, p, shape, "the width that is normalised")
-        parameters[name] = p
+        if p is not None:
+            inputs.check_shape(op, name, p, shape, "the width that is normalised")
+            parameters[name] = p
     inputs.check_dtypes(op, q, {}, parameters)
 
 
-def _pack(spec: AttentionSpec) -> tuple:
-    """The spec as arguments of a registered op, which takes no dataclass and no list of strings."""
-    return (
-        spec.max_q_len,
-        spec.max_k_len,
-        ",".join(spec.activation),
-        spec.softmax,
-        spec.scale,
-        spec.causal,
-        spec.window,
-        spec.pre_norm,
-        spec.pre_norm_on,
-        spec.pre_norm_scope,
-        spec.post_norm,
-        spec.inner_residual,
-    )
-
-
 def _unpack(max_q_len, max_k_len, activation, *rest) -> AttentionSpec:
+    """The spec of its fields as arguments of a registered op, which takes no dataclass and no list of strings."""
     return AttentionSpec(max_q_len, max_k_len, tuple(activation.split(",")), *rest)
+
+
+_spec_of = functools.lru_cache(maxsize=1024)(_unpack)  # outside of graphs, where the lengths are numbers
 
 
 def _problem(q, k, parameters, residual, spec, eps, training):
     pre_q_weight, pre_q_bias, pre_k_weight, pre_k_bias, post_weight, post_bias = parameters
+    norm_bias = pre_q_bias is not None or pre_k_bias is not None or post_bias is not None
     T, H, d = q.shape
     return make_problem(
         "norm_attention",
@@ -235,15 +216,15 @@ def _problem(q, k, parameters, residual, spec, eps, training):
         N=H * d,
         H=H,
         d=d,
-        affine=any(p is not None for p in parameters),
-        norm_bias=any(p is not None for p in (pre_q_bias, pre_k_bias, post_bias)),
+        affine=norm_bias or any(p is not None for p in (pre_q_weight, pre_k_weight, post_weight)),
+        norm_bias=norm_bias,
         residual="after" if residual else None,
         training=training,
         attention=spec,
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_attention", mutates_args=())
+@define("norm_attention")
 def _forward_op(
     q: Tensor,
     k: Tensor,
@@ -284,7 +265,7 @@ def _forward_op(
     tensors = (q, k, v, q_offsets, k_offsets, *parameters, residual)
     if q.numel() == 0:
         return _fake(*tensors, *spec, eps, packed, training, own_residual, backend, technique, on_unsupported)
-    problem = _problem(q, k, parameters, residual is not None, _unpack(*spec), eps, training)
+    problem = _problem(q, k, parameters, residual is not None, _spec_of(*spec), eps, training)
     chosen = select(problem, backend, technique or None, on_unsupported)
     (out,), saved = chosen.forward(problem, *tensors)
     *statistics, hat = saved
@@ -320,7 +301,7 @@ def _stores_hat(training, post, residual):
     return stores_hat(training, any(p is not None for p in post), None if residual is None else "after", False)
 
 
-@torch.library.custom_op("recsys_norm::norm_attention_backward", mutates_args=())
+@define("norm_attention_backward")
 def _backward_op(
     dout: Tensor,
     q: Tensor,
@@ -368,7 +349,7 @@ def _backward_op(
         return zero_gradients(likes, needs, q)
     spec: tuple = (max_q_len, max_k_len, activation, softmax, scale, causal, window)
     spec += (pre_norm, pre_norm_on, pre_norm_scope, post_norm, inner_residual)
-    problem = _problem(q, k, parameters, residual, _unpack(*spec), eps, True)
+    problem = _problem(q, k, parameters, residual, _spec_of(*spec), eps, True)
     chosen = select(problem, backend, technique or None, on_unsupported, BACKWARD)
     statistics = tuple(present(s) for s in (q_mean, q_rstd, k_mean, k_rstd, o_mean, o_rstd, o_hat))
     saved = (q, k, v, q_offsets, k_offsets, *parameters, *statistics)
@@ -408,7 +389,7 @@ def _backward(ctx, dout, *_):
     dresidual = None
     if ctx.needs_input_grad[11]:
         dresidual = _valid_rows(dout, ctx.saved_tensors[3], ctx.packed)
-    return (dq, dk, dv, None, None, *rest, dresidual, *(None,) * 19)
+    return (dq, dk, dv, None, None, *rest, dresidual)
 
 
 def _valid_rows(dout: Tensor, q_offsets: Tensor, packed: bool) -> Tensor:

@@ -26,6 +26,7 @@ from recsys_norm.ops.library import (
     stand_in,
     zero_gradients,
 )
+from recsys_norm.ops.operators import define
 from recsys_norm.ops.registry import count, select
 
 SAVE_OUTPUT_ABOVE = 512  # in-features
@@ -79,8 +80,8 @@ def norm_linear(
             return composite.run(backend, composite.norm_linear, x, weight, bias, norm_weight, norm_bias, **options)
         training = inputs.is_training(x, *parameters.values())
         policy = (backend, technique or "", on_unsupported)
-        y, _, _ = _forward_op(x.reshape(-1, K), weight, bias, norm_weight, norm_bias, norm, eps, training, *policy)
-        return y.view(*x.shape[:-1], N)
+        y, _, _ = _forward_op(inputs.flat(x), weight, bias, norm_weight, norm_bias, norm, eps, training, *policy)
+        return inputs.shaped_as(x, y)
 
 
 def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, training):
@@ -98,7 +99,7 @@ def _problem(x, weight, bias, norm_weight, norm_bias, norm, eps, training):
     )
 
 
-@torch.library.custom_op("recsys_norm::norm_linear", mutates_args=())
+@define("norm_linear")
 def _forward_op(
     x: Tensor,
     weight: Tensor,
@@ -129,7 +130,7 @@ def _fake(x, weight, bias, norm_weight, norm_bias, norm, eps, training, backend,
     return x.new_empty(x.shape[0], weight.shape[0]), mean, rstd
 
 
-@torch.library.custom_op("recsys_norm::norm_linear_backward", mutates_args=())
+@define("norm_linear_backward")
 def _backward_op(
     dy: Tensor,
     x: Tensor,
@@ -181,8 +182,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy, _dmean, _drstd):
     needs = ctx.needs_input_grad[:5]
-    grads = _backward_op(dy, *ctx.saved_tensors, ctx.norm, ctx.eps, list(needs), *ctx.policy)
-    return (*needed(grads, needs), *(None,) * 6)
+    return needed(_backward_op(dy, *ctx.saved_tensors, ctx.norm, ctx.eps, list(needs), *ctx.policy), needs)
 
 
 _forward_op.register_autograd(_backward, setup_context=_setup)

@@ -6,7 +6,8 @@ side, H heads, d head width, M rows, K in-features, N out-features. Weights have
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -64,6 +65,12 @@ class Problem:
     arch: int | None = None
     triton_version: tuple[int, int] | None = None
     attention: AttentionSpec | None = None
+
+    @functools.cached_property
+    def case(self) -> Problem:
+        """What a choice is made for. Problems whose rows round up to the same power of two are one case, or each jagged
+        batch would be a new one."""
+        return replace(self, M=1 << max(self.M - 1, 0).bit_length())
 
     @property
     def stores_hat(self) -> bool:

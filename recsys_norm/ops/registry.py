@@ -9,7 +9,6 @@ import functools
 import importlib
 import warnings
 from collections import Counter
-from dataclasses import replace
 
 import torch
 
@@ -88,9 +87,8 @@ def _rank(technique: Technique, problem: Problem, direction: str) -> int:
 
 
 def _candidates(problem: Problem, direction: str) -> tuple[tuple[Technique, ...], tuple[str, ...]]:
-    """Kernel techniques that can run the problem, best first, and the reasons of those that cannot. Problems whose rows
-    round up to the same power of two are one case, or each jagged batch would be a new one."""
-    return _candidates_of(replace(problem, M=1 << max(problem.M - 1, 0).bit_length()), direction)
+    """Kernel techniques that can run the problem, best first, and the reasons of those that cannot."""
+    return _candidates_of(problem.case, direction)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,0 +1,120 @@
+"""What the ops of `recsys_norm.ops.operators` owe to the dispatcher, autograd and torch.compile."""
+
+import pytest
+import torch
+from norm_attention_cases import arguments
+from op_cases import FORCED, tensors_for
+from torch import Tensor
+from torch._dynamo.decorators import skip
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from recsys_norm import ops
+from recsys_norm.ops.operators import define
+
+
+def norm_linear(t):
+    return ops.norm_linear(**t, norm="layer", **FORCED)
+
+
+def attention(t):
+    more = arguments(pre="layer", post="rms", residual=True)[1]
+    return ops.norm_attention(**t, **more, **FORCED)
+
+
+CALLS = {
+    "norm": (lambda t: ops.layer_norm(**t, **FORCED), lambda: tensors_for("norm", residual=True)),
+    "norm_linear": (norm_linear, lambda: tensors_for("norm_linear")),
+    "linear_norm": (
+        lambda t: ops.linear_norm(**t, norm="rms", **FORCED),
+        lambda: tensors_for("linear_norm", norm="rms"),
+    ),
+    "linear_norm_linear": (
+        lambda t: ops.linear_norm_linear(**t, norm="layer", **FORCED),
+        lambda: tensors_for("linear_norm_linear"),
+    ),
+    "norm_attention": (attention, lambda: arguments(pre="layer", post="rms", residual=True)[0]),
+}
+
+
+class Recorded(TorchDispatchMode):
+    """The calls of this package's ops, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.namespace == "recsys_norm":
+            self.seen[function._opname] = (function, args)
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_dispatch_modes_see_both_directions_and_opcheck_passes(op):
+    call, tensors = CALLS[op]
+    with Recorded() as recorded:
+        call(tensors()).square().sum().backward()
+    assert {op, f"{op}_backward"} <= set(recorded.seen)
+    function, args = recorded.seen[f"{op}_backward"]  # tests/ops/test_library.py has the forward
+    torch.library.opcheck(function, tuple(a.detach() if isinstance(a, Tensor) else a for a in args))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_second_derivatives_are_an_error(op):
+    call, tensors = CALLS[op]
+    t = tensors()
+    first = next(iter(t.values()))
+    (grad,) = torch.autograd.grad(call(t).square().sum(), first, create_graph=True)
+    with pytest.raises(RuntimeError, match=f"{op}_backward.default but no autograd formula was registered"):
+        grad.sum().backward()
+
+
+def test_no_gradients_without_need():
+    t = tensors_for("norm_linear")
+    with torch.no_grad():
+        y = norm_linear(t)
+    with torch.inference_mode():
+        z = norm_linear(t)
+    assert not y.requires_grad and z.is_inference() and torch.equal(y, z)
+    assert not norm_linear({n: v.detach() for n, v in t.items()}).requires_grad
+    assert torch.equal(norm_linear(t), y)
+
+
+def test_what_stands_between_autograd_and_the_kernel_still_runs():
+    """A tensor that is the negative of its memory, and one of a subclass with a dispatch of its own."""
+    t = tensors_for("norm_linear")
+    x = t["x"].detach()
+    negated = torch.complex(torch.zeros_like(x), -x).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(norm_linear(t | {"x": negated}), norm_linear(t))
+    masked = torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True).from_tensor(x)
+    assert type(norm_linear(t | {"x": masked})) is type(masked)
+
+
+def test_an_output_that_is_an_input_is_an_error():
+    @define("test_alias")
+    def alias(x: Tensor, copy: bool) -> tuple[Tensor, Tensor]:
+        y = x.clone()
+        return y, y.clone() if copy else y[:1]
+
+    x = torch.randn(3)
+    assert len(alias(x, True)) == 2
+    for grad in (False, True):
+        with pytest.raises(RuntimeError, match="test_alias.*shares memory"):
+            alias(x.requires_grad_(grad), False)
+
+
+def test_dynamo_stays_out_of_an_op_called_between_graphs():
+    """Where a graph breaks, dynamo looks at every frame that runs: here the call itself is one that it skips."""
+    t, policy = tensors_for("norm_linear"), ("fused", "separate", "raise")
+
+    @skip
+    def eager(x):
+        return torch.ops.recsys_norm.norm_linear(x, *list(t.values())[1:], "layer", 1e-5, True, *policy)[0]
+
+    torch._dynamo.reset()
+    counters.clear()
+    with torch.no_grad():
+        torch.compile(lambda x: eager(x * 1) + 1, backend="eager")(t["x"])
+    assert counters["frames"]["total"] == 2  # before and after the break
