@@ -5,7 +5,8 @@ they take the activation of the next one, whose scores were made before. Nothing
     act and act' of block b + 1 (meanwhile)             dV of block b + 1   dQ of block b to memory (meanwhile)
     v dz^T of block b + 1
 
-So q is needed a block earlier than dz, and three blocks of q are in shared memory.
+So q is needed a block earlier than dz, and three blocks of q are in shared memory. With an inner residual dz is a part of
+dQ: a block's waits in the place of that, where the block's products are added to it.
 """
 
 from triton.experimental import gluon
@@ -21,7 +22,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .attention_backward_common import PLAIN, fact, keep_asm, own_shift, pointer
 from .attention_backward_products import accumulator
 from .attention_staged_kernels import ACTIVATIONS, fetch_pair, fetch_values
-from .attention_staged_moves import FEATURES, VECTORS, differentiate, expect_terms, normalise, take_terms
+from .attention_staged_moves import (
+    FEATURES,
+    VECTORS,
+    copy_panel,
+    differentiate,
+    expect_terms,
+    keep_sum,
+    normalise,
+    take_terms,
+)
 from .gdpa_backward_kernels import activation, scores
 from .gdpa_backward_moves import (
     add_left,
@@ -186,8 +196,24 @@ def activated(s, half, ACT: gl.constexpr, dtype: gl.constexpr):
 
 
 @gluon.jit
-def first_block(k_s, v_s, q_s, do_s, facts, kv_free, q_ready, do_ready, do_free, dv, turn, i, half, W: gl.constexpr,
-                ACT: gl.constexpr):  # fmt: skip
+def remember(do_s, dq_s, stage, facts, W: gl.constexpr, INNER: gl.constexpr):
+    """dz of a block to the place of its dQ, which nothing is in or leaves."""
+    if INNER:
+        copy_panel(do_s.index(stage), dq_s.index(W), facts, W)
+
+
+@gluon.jit
+def keep_dq(dq, half, dq_s, facts, W: gl.constexpr, INNER: gl.constexpr):
+    """For TMA. t is twice what it should be, and `half` half of the scale."""
+    if INNER:
+        keep_sum(dq, half, dq_s.index(W), facts)
+    else:
+        keep_rows(dq * half, dq_s.index(W), facts)
+
+
+@gluon.jit
+def first_block(k_s, v_s, q_s, do_s, dq_s, facts, kv_free, q_ready, do_ready, do_free, dv, turn, i, half, W: gl.constexpr,
+                ACT: gl.constexpr, INNER: gl.constexpr):  # fmt: skip
     """Of a part: t in registers, and dV."""
     q_stage, stage = turn % Q_STAGES, turn % DO_STAGES
     place = i & 1
@@ -203,6 +229,7 @@ def first_block(k_s, v_s, q_s, do_s, facts, kv_free, q_ready, do_ready, do_free,
     dv = warpgroup_mma(p, do_s.index(stage), dv, is_async=True)
     g = scores(v_s.index(W + (turn >> 30)), do_s.index(stage))
     g, dv, p = warpgroup_mma_wait(0, deps=(g, dv, p))
+    remember(do_s, dq_s, stage, facts, W, INNER)
     arrive(do_free.index(stage))
     return dv, g * slope
 
@@ -210,14 +237,16 @@ def first_block(k_s, v_s, q_s, do_s, facts, kv_free, q_ready, do_ready, do_free,
 @gluon.jit
 def consume(
     dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, q_ready, do_ready, q_free, do_free, t_full,
-    t_free, dk, dv, turn, i, half, W: gl.constexpr, ACT: gl.constexpr,
+    t_free, dk, dv, turn, i, half, W: gl.constexpr, ACT: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """The blocks of a part, of which there is at least one. Shifts of `turn` that are always 0 keep the compiler from
     holding every tile's address in registers."""
     dtype: gl.constexpr = k_s.dtype
     k_panels = k_s.reinterpret(dtype, [8, BLOCK, BLOCK], t_s.layout)
     place = i & 1
-    dv, g = first_block(k_s, v_s, q_s, do_s, facts, kv_free, q_ready, do_ready, do_free, dv, turn, i, half, W, ACT)
+    dv, g = first_block(
+        k_s, v_s, q_s, do_s, dq_s, facts, kv_free, q_ready, do_ready, do_free, dv, turn, i, half, W, ACT, INNER
+    )
     rows = note(notes, place, ROWS)
     arrive_if(v_free, rows <= BLOCK)
     for first in range(BLOCK, rows, BLOCK):
@@ -239,13 +268,17 @@ def consume(
         turn += 1
         tma.store_wait(0)
         gl.barrier()
-        keep_rows(dq * half, dq_s.index(W), facts)  # t is twice what it should be
+        keep_dq(dq, half, dq_s, facts, W, INNER)
         fence_async_shared()
         gl.barrier()
         row = note(notes, place, ROW) + first - BLOCK
         tma.async_store(dq_desc, [row, note(notes, place, COLUMN) + W * BLOCK], dq_s.index(W))
         g = scores(v_s.index(W + (turn >> 30)), do_s.index(stage))
         g, dv, p = warpgroup_mma_wait(0, deps=(g, dv, p))
+        if INNER:
+            tma.store_wait(0)
+            gl.barrier()  # dQ of the block before has left
+        remember(do_s, dq_s, stage, facts, W, INNER)
         arrive(do_free.index(stage))
         arrive_if(v_free, first + BLOCK >= rows)
         g *= slope
@@ -259,7 +292,7 @@ def consume(
     arrive(q_free.index(turn % Q_STAGES))
     arrive(t_free)
     turn += 1
-    keep_rows(dq * half, dq_s.index(W), facts)
+    keep_dq(dq, half, dq_s, facts, W, INNER)
     last = (rows - 1) // BLOCK * BLOCK  # the last block's first row
     row = note(notes, place, ROW) + last
     send_block(dq_desc, dq_s.index(W), facts, row, note(notes, place, COLUMN) + W * BLOCK, rows - last)
@@ -298,7 +331,7 @@ def finish_part(dk_desc, dv_desc, k_s, t_s, dq_s, facts, notes, t_free, dk, dv, 
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, v_full, v_free, q_ready,
-    do_ready, q_free, do_free, t_full, t_free, half, W: gl.constexpr, ACT: gl.constexpr,
+    do_ready, q_free, do_free, t_full, t_free, half, W: gl.constexpr, ACT: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     wide: gl.constexpr = accumulator(WIDTH)
     turn = 0
@@ -317,7 +350,7 @@ def consumer(
         if note(notes, place, ROWS) > 0:
             dk, dv, turn = consume(
                 dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, q_ready, do_ready, q_free,
-                do_free, t_full, t_free, dk, dv, turn, i, half, W, ACT,
+                do_free, t_full, t_free, dk, dv, turn, i, half, W, ACT, INNER,
             )  # fmt: skip
         else:
             if i > 0:
@@ -371,6 +404,7 @@ def attention_ahead_kernel(
     U,
     half_scale,
     ACT: gl.constexpr,
+    INNER: gl.constexpr,  # whether the normalised q is added to what attention makes
 ):
     dtype: gl.constexpr = q_desc.dtype
     tile: gl.constexpr = q_desc.layout
@@ -425,9 +459,11 @@ def attention_ahead_kernel(
     gl.warp_specialize(
         [
             (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, v_full,
-                        v_free, q_ready, do_ready, q_free, do_free, t_full, t_free, half_scale, gl.constexpr(0), ACT)),
+                        v_free, q_ready, do_ready, q_free, do_free, t_full, t_free, half_scale, gl.constexpr(0), ACT,
+                        INNER)),
             (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, v_full,
-                        v_free, q_ready, do_ready, q_free, do_free, t_full, t_free, half_scale, gl.constexpr(1), ACT)),
+                        v_free, q_ready, do_ready, q_free, do_free, t_full, t_free, half_scale, gl.constexpr(1), ACT,
+                        INNER)),
             (side, (q_desc, k_desc, v_desc, do_desc, hat_desc, k_s, v_s, q_s, do_s, hat_s, terms, facts, notes, kv_full,
                     kv_free, v_full, v_free, q_full, do_full, q_ready, do_ready, q_free, do_free)),
         ],
@@ -446,7 +482,9 @@ def variants():
         args |= {"sums_ptr": "*fp32:16", "flags_ptr": "*i32", "q_pitch": "i64:8", "pitch": "i64:16"}
         args |= {x: "i32" for x in ("batch", "heads", "q_step", "k_step", "most", "T", "U")}
         args |= {"half_scale": "fp32", "ACT": code}
-        yield Variant(f"attention_ahead_{name}_bf16", attention_ahead_kernel, args, maxnreg=168)
+        for inner in (False, True):
+            form = "attention_ahead_inner" if inner else "attention_ahead"
+            yield Variant(f"{form}_{name}_bf16", attention_ahead_kernel, args | {"INNER": inner}, maxnreg=168)
 
 
 VARIANTS = list(variants())

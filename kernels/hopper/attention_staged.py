@@ -72,8 +72,8 @@ def _limit(problem: Problem) -> str | None:
         return f"it holds {gdpa_backward.MAX_KEYS} keys of a sequence and max_k_len is {spec.max_k_len}; {other}"
     if spec.pre_norm is not None and (spec.pre_norm_on != "q" or spec.pre_norm_scope != "all_heads"):
         return f"its pre-norm is one of q over all heads, not of {spec.pre_norm_on} ({spec.pre_norm_scope}); {other}"
-    if spec.inner_residual:
-        return f"it has no inner residual; {other}"
+    if spec.inner_residual and KERNEL != "attention_ahead":
+        return f"its kernel {KERNEL} has no inner residual; {other}"
     if problem.H * problem.M > gdpa_backward.MAX_COST:
         return f"it numbers {gdpa_backward.MAX_COST} pairs of rows and heads and there are {problem.H * problem.M}; {other}"
     return None
@@ -182,7 +182,7 @@ def attend_backward(problem: Problem, saved: Tensors, terms: Terms) -> tuple[Ten
     cost = heads * (T + gdpa_backward.EXTRA * batch)
     programs = max(1, min(launch.multiprocessors(q.device), cost // gdpa_backward.LEAST))
     sums = torch.empty((programs, 2, gdpa_backward.MAX_KEYS, gdpa_backward.WIDTH), dtype=torch.float32, device=q.device)
-    launch.get(f"{KERNEL}_{spec.activation[0]}_bf16")(
+    launch.get(f"{KERNEL}{'_inner' if spec.inner_residual else ''}_{spec.activation[0]}_bf16")(
         programs,
         *(*maps, rows, dq, dk, dv, o_rstd, terms.means, q_rstd, q_mean, terms.vectors),
         *(

@@ -144,3 +144,59 @@ def expect_terms(row, rows, facts):
     args = [row, gl.minimum(rows, 64), fact(facts, O_RSTD), fact(facts, MEANS), fact(facts, RSTD), fact(facts, MEAN),
             fact(facts, Q), fact(facts, Q_PITCH), whole(facts, ZERO)]  # fmt: skip
     gl.inline_asm(_expect_terms, "r,r,l,l,l,l,l,l,r", args, (), is_pure=False)
+
+
+# ---- inner residual: its gradient is dz, which waits in the place of dQ ------------------------------------------------
+
+
+@gluon.constexpr_function
+def _matrix_rows(zero):
+    """Text that sets r and s to what the addresses of four matrices of a panel are made of (_keep_rows of
+    gdpa_backward_moves.py)."""
+    return [
+        f".reg .b32 t, r, a, s, x<4>; mov.u32 t, %tid.x; add.u32 t, t, {zero};",
+        "and.b32 r, t, 7; shr.u32 s, t, 4; and.b32 s, s, 1;",
+        "xor.b32 s, s, r; shl.b32 s, s, 4; and.b32 a, t, 8; or.b32 r, r, a; and.b32 t, t, 96; shr.u32 t, t, 1;",
+        "add.u32 r, r, t; shl.b32 r, r, 7;",
+    ]
+
+
+@gluon.constexpr_function
+def _copy_panel(outputs, inputs):
+    (source,), (target,), (zero,) = inputs
+    lines = ["{", *_matrix_rows(zero), ".reg .b32 b;"]
+    for j in range(4):
+        lines.append(f"xor.b32 a, s, {32 * j}; add.u32 a, a, r; add.u32 b, a, {source}; add.u32 a, a, {target};")
+        lines.append("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {x0, x1, x2, x3}, [b];")
+        lines.append("stmatrix.sync.aligned.m8n8.x4.shared.b16 [a], {x0, x1, x2, x3};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.jit
+def copy_panel(source, target, facts, W: gl.constexpr):
+    """This consumer's 64 columns of dz. Each warp copies the rows that it adds to later."""
+    asm: gl.constexpr = "add.u32 $0, $1, 8192;" if W == 1 else "mov.u32 $0, $1;"
+    panel = gl.inline_asm(asm, "=r,r", [source], gl.int32, is_pure=False)
+    gl.inline_asm(_copy_panel, "r,r,r,~{memory}", [panel, target, whole(facts, ZERO)], (), is_pure=False)
+
+
+@gluon.constexpr_function
+def _keep_sum(outputs, inputs):
+    (place,), (zero,), (factor,), values = inputs
+    lines = ["{", *_matrix_rows(zero), ".reg .f32 even, odd;", f"add.u32 r, r, {place};"]
+    for j in range(4):
+        lines.append(f"xor.b32 a, s, {32 * j}; add.u32 a, a, r;")
+        lines.append("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {x0, x1, x2, x3}, [a];")
+        for i in range(4):
+            left, right = values[8 * j + 2 * i : 8 * j + 2 * i + 2]
+            lines.append(f"shl.b32 t, x{i}, 16; mov.b32 even, t; and.b32 t, x{i}, 0xffff0000; mov.b32 odd, t;")
+            lines.append(f"fma.rn.f32 even, {left}, {factor}, even; fma.rn.f32 odd, {right}, {factor}, odd;")
+            lines.append(f"cvt.rn.bf16x2.f32 x{i}, odd, even;")
+        lines.append("stmatrix.sync.aligned.m8n8.x4.shared.b16 [a], {x0, x1, x2, x3};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.jit
+def keep_sum(tile, factor, place, facts):
+    """place += factor * tile, [64, 64]."""
+    gl.inline_asm(_keep_sum, ("r", "r", "f", "f"), [place, whole(facts, ZERO), factor, tile], (), is_pure=False)

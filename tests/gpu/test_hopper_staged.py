@@ -22,9 +22,11 @@ PFFN = dict(activation="gelu")
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.fixture(params=["attention_ahead", "attention_staged"], autouse=True)
+@pytest.fixture(params=["attention_ahead", "attention_ahead_inner", "attention_staged"], autouse=True)
 def kernel(request, monkeypatch):
-    monkeypatch.setattr(attention_staged, "KERNEL", request.param)
+    """Both kernels, and the one that knows an inner residual with it."""
+    monkeypatch.setattr(attention_staged, "KERNEL", request.param.removesuffix("_inner"))
+    monkeypatch.setitem(PFFN, "inner_residual", request.param.endswith("_inner"))
 
 
 def lengths(batch, longest, seed=0):
@@ -51,7 +53,7 @@ class Direct:
         names = ("pre_norm_weight", "pre_norm_bias", "none", "none", "post_norm_weight", "none")
         parameters = [t.get(n) for n in names]
         spec = AttentionSpec(max(queries), max(keys), ("gelu",), False, options["scale"], False, None, "layer", "q",
-                             "all_heads", "rms", False)  # fmt: skip
+                             "all_heads", "rms", PFFN["inner_residual"])  # fmt: skip
         self.problem = _problem(t["q_THd"], t["k_UHd"], parameters, True, spec, 1e-5, True)
         tensors = (t["q_THd"], t["k_UHd"], t["v_UHd"], t["q_offsets_B1"], t["k_offsets_B1"], *parameters)
         _, statistics = attention_staged.Staged().forward(self.problem, *tensors, t["q_THd"])

@@ -40,6 +40,7 @@ def problem(M=70, H=2, d=128, **fields):
 @pytest.mark.parametrize("fields", [
     {}, dict(H=16), dict(H=1), dict(activation=("gelu_tanh",)), dict(pre_norm=None), dict(post_norm=None),
     dict(pre_norm="rms", post_norm="layer"), dict(activation=("gelu", "gelu")), dict(residual="after"),
+    dict(inner_residual=True),
 ])  # fmt: skip
 def test_what_it_takes(fields):
     assert attention_staged.Staged().why_not(problem(**fields)) is None
@@ -49,24 +50,29 @@ def test_what_it_takes(fields):
     (dict(dtype=torch.float16), "bfloat16"), (dict(d=64), "128 wide"), (dict(H=17), "16 heads"),
     (dict(softmax=True), "softmax"), (dict(activation=("silu",)), "silu"), (dict(activation=("gelu", "silu")), "silu"),
     (dict(causal=True), "causal=True"), (dict(window=5), "window=5"), (dict(max_k_len=129), "129"),
-    (dict(pre_norm_on="k"), "not of k"), (dict(pre_norm_scope="head"), "head"), (dict(inner_residual=True), "inner"),
+    (dict(pre_norm_on="k"), "not of k"), (dict(pre_norm_scope="head"), "head"),
     (dict(M=1 << 28, H=4), "1073741824"), (dict(arch=80), "8.0"), (dict(device="cpu"), "cpu"),
 ])  # fmt: skip
 def test_what_it_does_not_take(fields, reason):
     assert reason in attention_staged.Staged().why_not(problem(**fields))
 
 
+def test_the_other_kernel_has_no_inner_residual(monkeypatch):
+    monkeypatch.setattr(attention_staged, "KERNEL", "attention_staged")
+    assert "no inner residual" in attention_staged.Staged().why_not(problem(inner_residual=True))
+
+
 # ---- what its kernels get --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kernel", ["attention_ahead", "attention_staged"])
+@pytest.mark.parametrize("kernel", ["attention_ahead", "attention_ahead_inner", "attention_staged"])
 @pytest.mark.parametrize("pre,post", list(itertools.product([None, "rms", "layer"], repeat=2)))
 def test_what_the_kernels_get(pre, post, kernel, monkeypatch):
     calls = {}
-    monkeypatch.setattr(attention_staged, "KERNEL", kernel)
+    monkeypatch.setattr(attention_staged, "KERNEL", kernel.removesuffix("_inner"))
     monkeypatch.setattr(launch, "get", lambda name: lambda *a, **options: calls.update({name: (a, options)}))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
-    p = problem(pre_norm=pre, post_norm=post)
+    p = problem(pre_norm=pre, post_norm=post, inner_residual=kernel.endswith("_inner"))
     q, dout, hat = (torch.randn(70, 2, 128).to(BF16) for _ in range(3))
     k, v = torch.randn(40, 2, 2, 128).to(BF16).unbind(1)
     offsets = torch.tensor([0, 1, 70]), torch.tensor([0, 1, 40])
@@ -211,6 +217,25 @@ def test_accumulators_go_to_panels(apart):
     right = 40960 if apart else 8192
     data = np.concatenate([m.shared[:8192], m.shared[right : right + 8192]])
     assert (numbers(unswizzled(data)) == tile).all()
+
+
+@pytest.mark.parametrize("W", [0, 1])
+def test_dz_waits_for_the_products_of_dq(W):
+    m, dz, factor = machine(), values(64, 128), np.float32(0.37)
+    put(m.shared, 16384, swizzled(dz))
+    run("_copy_panel", m, {"S": 16384 + 8192 * W, "T": 40960, "Z": 0}, (("S",), ("T",), ("Z",)))
+    tile = np.random.default_rng(5).standard_normal((64, 64)).astype(np.float32)
+    names = {"P": 40960, "Z": 0, "F": factor.view(np.uint32).astype(np.int64)}
+    thread, registers = np.arange(128), []
+    row = 16 * (thread // 32) + thread % 32 // 4
+    for i in range(32):
+        j, low, odd = i // 4, i % 4 // 2, i % 2
+        names[f"v{i}"] = tile[row + 8 * low, 8 * j + 2 * (thread % 4) + odd].view(np.uint32).astype(np.int64)
+        registers.append(f"v{i}")
+    run("_keep_sum", m, names, (("P",), ("Z",), ("F",), tuple(registers)))
+    found = numbers(unswizzled(np.concatenate([m.shared[40960 : 40960 + 8192]] * 2)))[:, :64]
+    expected = numbers(dz)[:, 64 * W : 64 * W + 64].astype(np.float64) + tile.astype(np.float64) * factor
+    assert np.array_equal(found, numbers(to_bf16(expected.astype(np.float32)).astype(np.uint16)))
 
 
 # ---- sums over rows --------------------------------------------------------------------------------------------------
