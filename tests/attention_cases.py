@@ -106,3 +106,11 @@ LENGTHS = {
     "nothing": ([0, 0], [0, 0]),
     "one sequence": ([21], [13]),
 }
+
+
+def check_slices(p: Problem, run) -> None:
+    """Slices of one projection give the bits that q, k and v give by themselves. run(problem): a tuple of tensors."""
+    expected = run(p)
+    p.q, p.k, p.v = torch.stack([p.q, p.k, p.v], 1).unbind(1)
+    for actual, right in zip(run(p), expected, strict=True):
+        assert torch.equal(actual, right)

@@ -8,9 +8,8 @@ _MEASURED_ARCH = 90
 _MEASURED_WIDTH = 128
 _MEASURED_LENGTH = 4096
 MOST_QUERIES = 64  # per sequence, of the backward for few queries, which holds them in one block
-_LEAST_PROGRAMS = (
-    512  # of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle
-)
+# Of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle.
+_LEAST_PROGRAMS = 512
 TENSOR_DESCRIPTORS = False  # keys and values of the forward through TMA, until that has been tested in this form
 HOPPER_BACKWARD = False  # the causal backward on Hopper, until it has been measured
 

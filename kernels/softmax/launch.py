@@ -1,4 +1,4 @@
-"""Launch the softmax attention kernel: when it serves, its grid and its output buffers.
+"""Launch the softmax attention kernels: when they serve, their grids and their output buffers.
 
 Tensors are [rows, heads, d] with unit stride along d and any other strides.
 """
