@@ -133,8 +133,8 @@ def consume(
     dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, stats_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv, turn, i,
     factor, W: gl.constexpr,
 ):  # fmt: skip
-    """The blocks of a part that see keys of this consumer; the product for dK hides what happens to dQ. Shifts of `turn`
-    that are always 0 keep the compiler from holding every tile's address in registers."""
+    """The blocks of a part that see keys of this consumer. Shifts of `turn` that are always 0 keep the compiler from holding
+    every tile's address in registers."""
     dtype: gl.constexpr = k_s.dtype
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     k_panels = k_s.reinterpret(dtype, [8, BLOCK, BLOCK], t_s.layout)
@@ -160,19 +160,18 @@ def consume(
         fence_async_shared()
         arrive(t_full)
         t = gl.convert_layout(g.to(dtype), operand, assert_trivial=True)
-        await_phase(t_full, turn & 1)
-        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
-        dq = half_of_dq(k_panels, t_s, turn, place, dq, W)
-        dv, weight = warpgroup_mma_wait(2, deps=(dv, weight))
         dk = warpgroup_mma(t, q_s.index(stage), dk, is_async=True)
         new = is_new(facts, notes, place, first)
         past = take_partial(s, facts, note(notes, place, KEY) + first, new, W)
+        await_phase(t_full, turn & 1)
+        dv, weight = warpgroup_mma_wait(1, deps=(dv, weight))
+        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
+        dq = half_of_dq(k_panels, t_s, turn, place, dq, W)
         turn += 1
-        dq = warpgroup_mma_wait(1, deps=(dq,))
+        dq, dk, t = warpgroup_mma_wait(0, deps=(dq, dk, t))
+        arrive(free.index(stage))
         arrive(t_free)
         hand_on(dq + past, dq_desc, dq_s, facts, notes, place, first, W)
-        dk, t = warpgroup_mma_wait(0, deps=(dk, t))
-        arrive(free.index(stage))
     return dk, dv, turn
 
 
