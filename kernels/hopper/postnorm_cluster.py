@@ -33,13 +33,12 @@ class Result(NamedTuple):
 def why_not(K: int, N: int, groups: int) -> str | None:
     """N: all out-features. Each of several groups begins with a CTA's first column."""
     width = N // groups
+    if K > RESIDENT_K:
+        return f"it holds {RESIDENT_K} in-features in shared memory and there are {K}"
     if width > MAX_FEATURES:
         return f"a cluster holds {MAX_FEATURES} out-features of a norm and there are {width}"
-    if groups > 1 and (K > RESIDENT_K or width % RESIDENT_COLUMNS):
-        return (
-            f"it takes groups of multiples of {RESIDENT_COLUMNS} out-features with at most {RESIDENT_K} in-features, "
-            f"not of {width} with {K}"
-        )
+    if groups > 1 and width % RESIDENT_COLUMNS:
+        return f"it takes groups of multiples of {RESIDENT_COLUMNS} out-features, not of {width}"
     return None
 
 

@@ -10,8 +10,6 @@ _MEASURED_LENGTH = 4096
 MOST_QUERIES = 64  # per sequence, of the backward for few queries, which holds them in one block
 # Of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle.
 _LEAST_PROGRAMS = 512
-TENSOR_DESCRIPTORS = False  # keys and values of the forward through TMA, until that has been tested in this form
-HOPPER_BACKWARD = False  # the causal backward on Hopper, until it has been measured
 
 
 def tile(arch: int, d: int) -> Config:
@@ -45,9 +43,9 @@ def few_queries_chosen(arch: int, d: int, programs: int) -> bool:
 
 def causal_backward_chosen(arch: int, pairs: int) -> bool:
     """Whether the causal backward on Hopper is chosen, for so many pairs of a sequence and a head, each one program's."""
-    return HOPPER_BACKWARD and arch == _MEASURED_ARCH and pairs >= _LEAST_PROGRAMS
+    return arch == _MEASURED_ARCH and pairs >= _LEAST_PROGRAMS
 
 
 def through_descriptors(arch: int, d: int) -> bool:
     """Whether the forward takes keys and values through tensor descriptors, where they allow it."""
-    return TENSOR_DESCRIPTORS and arch == _MEASURED_ARCH and d == padded_width(d)
+    return arch == _MEASURED_ARCH and d == padded_width(d)
