@@ -43,3 +43,4 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         yield _case(forward_blocks.forward_blocks, configs.tile(arch, 128), 128, "bf16", MASKED=masked)
     more = {"ZEROS": ZEROS, "RANKED": queries.RANKED}
     yield _case(queries.describe_queries, configs.queries_tile(), 128, "bf16", **more)
+    yield _case(queries.first_queries, configs.first_queries_tile(), 128, "bf16")

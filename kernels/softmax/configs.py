@@ -8,7 +8,8 @@ _MEASURED_ARCH = 90
 _MEASURED_WIDTH = 128
 _MEASURED_LENGTH = 4096
 MOST_QUERIES = 64  # per sequence, of the backward for few queries, which holds them in one block
-# Of it: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle.
+FIRST_QUERIES = 16  # of a sequence, with a number from the weights (queries.py): a matrix product has no fewer rows
+# Of a backward: one per sequence and head, of very different lengths, so fewer leave multiprocessors idle.
 _LEAST_PROGRAMS = 512
 
 
@@ -34,6 +35,11 @@ def few_queries_tile() -> Config:
 def queries_tile() -> Config:
     """For the numbers of each query, which memory limits: 64 rows of both tensors are on their way per program."""
     return Config(64, 64, 4, 1)
+
+
+def first_queries_tile() -> Config:
+    """For one number of each of a sequence's first queries: small programs, so that many of them wait for memory."""
+    return Config(FIRST_QUERIES, FIRST_QUERIES, 2, 1)
 
 
 def few_queries_chosen(arch: int, d: int, programs: int) -> bool:

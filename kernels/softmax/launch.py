@@ -161,6 +161,7 @@ def causal_backward(
     if offsets.numel() == 1 or q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     zeros, stats, order = describe_queries(grad, out, lse, offsets)
+    describe_first_queries(stats, grad, q, k, v, offsets, spec)
     with on_device(q):
         tensors = (q, k, v, grad, dq, dk, dv)
         hopper.backward(tensors, offsets, order, stats, zeros, spec.left, spec.max_q_len, spec.scale)
@@ -187,3 +188,21 @@ def describe_queries(grad: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) ->
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
     return zeros, stats, order
+
+
+def describe_first_queries(
+    stats: Tensor, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, spec: Spec
+) -> None:
+    """rowsum(grad * out) of each sequence's first queries in stats [2, H, T], without the rounding of out."""
+    tokens, heads, d = grad.shape
+    tensors = (q, k, v, grad)
+    vector, width = vector_of(tensors, d), padded_width(d)
+    config = configs.first_queries_tile()
+    *_, scale, left, _ = spec.scalars
+    with on_device(grad):
+        queries.first_queries[grid_of((offsets.numel() - 1) * heads)](
+            *tensors, offsets, stats, *strides(vector, *tensors), heads, tokens, d // vector, scale, left,
+            BLOCK_M=config.block_m, BLOCK_D=width, VEC=vector, EVEN=width == d,
+            UPCAST=grad.dtype == torch.bfloat16 and not grad.is_cuda,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip

@@ -68,7 +68,7 @@ def jagged_attention(
     Raises:
         TypeError: dtypes that differ or are not supported. ValueError: shapes, devices, offsets, unknown names.
 
-    Deterministic, except the gradients of CUDA softmax, which need torch.use_deterministic_algorithms(True).
+    Deterministic, except the gradients of flash attention, which need torch.use_deterministic_algorithms(True).
     """
     q_THd, k_UHd, v_UHd = _autocast(q_THd, k_UHd, v_UHd)
     _check(q_THd, k_UHd, v_UHd, q_offsets_B1, k_offsets_B1, max_q_len, max_k_len, window, implementation)

@@ -60,9 +60,15 @@ def test_a4_a5_lengths_and_slack(lengths, dtype):
         check_all(problem(*LENGTHS[lengths], dtype=dtype, slack=slack, offsets_dtype=offsets_dtype))
 
 
+@pytest.fixture
+def pointers(monkeypatch):
+    """Keys and values row by row on every GPU."""
+    monkeypatch.setattr(configs, "through_descriptors", lambda arch, d: False)
+
+
 @pytest.mark.parametrize("causal,window", [(True, None), (False, 20), (True, 20), (True, 1), (True, 256)])
 @pytest.mark.parametrize("longest", [100, 600])
-def test_causal_and_window(longest, causal, window):
+def test_causal_and_window(longest, causal, window, pointers):
     lengths = mixed_lengths(6, longest)
     for d in (64, 128):
         p = problem(lengths, lengths, d=d, dtype=torch.bfloat16, slack=7, options=dict(causal=causal, window=window))
@@ -98,7 +104,8 @@ def test_log_sum_exp_is_that_of_flash_attention():
         torch.testing.assert_close(o.float(), o_flash.float(), rtol=2e-2, atol=1e-2)
 
 
-def test_a7_strides_and_misaligned_tensors():
+def test_a7_strides_and_misaligned_tensors(pointers):
+    """Misaligned tensors have no descriptors, and these take the keys of a sequence in another order."""
     lengths = [130, 70]
     p = problem(lengths, lengths, d=64, dtype=torch.bfloat16, options=dict(causal=True, window=50))
     o, lse, *_ = run(p)
@@ -173,12 +180,11 @@ def test_a6_more_than_two_billion_elements():
 
 @pytest.fixture
 def descriptors(monkeypatch):
-    """Switched on where the GPU has them, and the number of launches with them."""
+    """The number of launches with them, where they are chosen."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("keys through descriptors are for Hopper")
     calls = []
     blocks = launch._blocks
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", True)
     monkeypatch.setattr(launch, "_blocks", lambda x, rows: calls.append(rows) or blocks(x, rows))
     return lambda: len(calls) // 2
 

@@ -7,7 +7,8 @@ import torch
 from recsys_norm.kernels.gdpa.launch import Spec
 from recsys_norm.kernels.hopper import launch as hopper
 from recsys_norm.kernels.hopper import softmax_backward
-from recsys_norm.kernels.softmax import configs, launch
+from recsys_norm.kernels.softmax import launch
+from recsys_norm.kernels.softmax.configs import FIRST_QUERIES
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +33,16 @@ def test_what_it_takes():
     assert not fits(q.half()) and not fits(q[..., :64]) and not fits(arch=80)
 
 
-def test_it_is_off_until_it_has_been_measured(monkeypatch):
+def test_where_it_is_chosen(monkeypatch):
     offsets = torch.arange(300)
     q = torch.randn(299, 2, 128).bfloat16()
     spec = Spec(1, 1, (), 0.1, 255, 0)
-    assert not launch.serves_causal(q, offsets, offsets, spec)
-    monkeypatch.setattr(configs, "HOPPER_BACKWARD", True)
     assert launch.serves_causal(q, offsets, offsets, spec)
+    assert not launch.serves_causal(q, offsets, offsets.clone(), spec)  # cross-attention
     assert not launch.serves_causal(q[:100], offsets[:101], offsets[:101], spec)  # too few for all multiprocessors
+    for arch in (80, 100):
+        monkeypatch.setattr(launch, "device_of", lambda tensor, arch=arch: (arch, 1))
+        assert not launch.serves_causal(q, offsets, offsets, spec)
 
 
 @pytest.mark.parametrize("window", [1, 2, 63, 64, 65, 66, 127, 128, 129, 130, 192, 256, 300, 10**6])
@@ -115,6 +118,74 @@ def test_what_it_wants_to_know_of_each_query(dtype, offsets_dtype):
     torch.testing.assert_close(stats[0], -lse / torch.log(torch.tensor(2.0)))
     torch.testing.assert_close(stats[1], (grad.float() * out.float()).sum(-1).T, rtol=1e-4, atol=1e-4)
     assert order.tolist() == sorted(range(70), key=lambda b: (-lengths[b], b))
+
+
+def causal_sums(tensors, lengths, scale, left):
+    """(log-sum-exp, rowsum(p * grad v^T)), both [H, T], in fp64, of the tensors grad, q, k, v."""
+    found = []
+    sequences = zip(*(t.double().transpose(0, 1).split(lengths, 1) for t in tensors))
+    for g, q, k, v in sequences:
+        distance = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        hidden = (distance < 0) | (distance > (10**6 if left is None else left))
+        score = (scale * q @ k.mT).masked_fill(hidden, float("-inf"))
+        found.append((score.logsumexp(-1), (score.softmax(-1) * (g @ v.mT)).sum(-1)))
+    return tuple(torch.cat(parts, 1) for parts in zip(*found))
+
+
+SIZES = [3, 0, 16, 1, 17, 0, 40, 2]
+
+
+def first_queries(dtype, d, left, offsets_dtype=torch.int32, slack=3):
+    """Arguments of describe_first_queries, with thirds of one projection, then the stats that it leaves."""
+    T, scale = sum(SIZES), d**-0.5
+    three, grad = torch.randn(T + slack, 3, 3, d).to(dtype), torch.randn(T + slack, 3, d).to(dtype)
+    tensors = (grad, *three.unbind(1))
+    lse, along = causal_sums([t[:T] for t in tensors], SIZES, scale, left)
+    given = torch.full((2, 3, T + slack), float("nan"))
+    given[0, :, :T] = -lse / torch.log(torch.tensor(2.0))
+    expected = given.clone()
+    position = torch.cat([torch.arange(n) for n in SIZES])
+    first = torch.nn.functional.pad(position < FIRST_QUERIES, (0, slack))
+    expected[1][:, first] = along[:, first[:T]].float()
+    offsets = torch.cat([torch.zeros(1), torch.tensor(SIZES).cumsum(0)]).to(offsets_dtype)
+    return given, tensors, offsets, Spec(40, 40, (), scale, left, 0), expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel on the GPU")
+@pytest.mark.parametrize("left", [None, 0, 4, 15, 30])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("d", [24, 128])
+def test_the_first_queries_of_a_sequence(dtype, left, d):
+    offsets_dtype = torch.int64 if d == 24 else torch.int32
+    stats, tensors, offsets, spec, expected = first_queries(dtype, d, left, offsets_dtype)
+    launch.describe_first_queries(stats, *tensors, offsets, spec)
+    torch.testing.assert_close(stats, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel on the GPU")
+def test_a_nan_stays_with_the_first_queries_of_its_sequence():
+    stats, tensors, offsets, spec, expected = first_queries(torch.float16, 32, None)
+    start, end = 20, 37  # 17 queries
+    for x in tensors:
+        x[start:end] = float("nan")
+    stats[0, :, start:end] = float("nan")
+    launch.describe_first_queries(stats, *tensors, offsets, spec)
+    expected[:, :, start:end] = float("nan")
+    torch.testing.assert_close(stats, expected, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+def test_the_numbers_that_the_backward_gets(monkeypatch):
+    """Those of a sequence's first queries do not know the output, which is rounded."""
+    calls = []
+    monkeypatch.setattr(softmax_backward, "backward", lambda *a: calls.append(a))
+    _, (grad, q, k, v), offsets, spec, expected = first_queries(torch.float16, 128, 255)
+    lse = expected[0] * -torch.log(torch.tensor(2.0))
+    out = torch.ones_like(q)
+    launch.causal_backward(grad, q, k, v, out, lse, offsets, spec)
+    ((_, _, _, stats, *_),) = calls
+    others = expected[1].isnan()
+    torch.testing.assert_close(stats[1][~others], expected[1][~others], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(stats[1][others], grad.float().sum(-1).T[others], rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_to_do():

@@ -16,6 +16,13 @@ from recsys_norm.testing import check_close_to_reference
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu runs the same kernel on the GPU")
 
 SMALL = Config(32, 16, 4, 1)  # several blocks of queries and keys in short sequences
+through_descriptors = configs.through_descriptors
+
+
+@pytest.fixture(autouse=True)
+def pointers(monkeypatch):
+    """Keys and values row by row, which the interpreter, as a Hopper GPU, would not choose."""
+    monkeypatch.setattr(configs, "through_descriptors", lambda arch, d: False)
 
 
 def run(p, config=SMALL):
@@ -104,11 +111,11 @@ def test_a7_slices_of_a_fused_projection():
 
 
 @pytest.fixture
-def descriptors(monkeypatch):
-    """Switched on, and the number of launches with them."""
+def descriptors(monkeypatch, pointers):
+    """Where they are chosen, and the number of launches with them."""
     calls = []
     blocks = launch._blocks
-    monkeypatch.setattr(configs, "TENSOR_DESCRIPTORS", True)
+    monkeypatch.setattr(configs, "through_descriptors", through_descriptors)
     monkeypatch.setattr(launch, "_blocks", lambda x, rows: calls.append(rows) or blocks(x, rows))
     return lambda: len(calls) // 2
 
@@ -138,6 +145,11 @@ def test_descriptors_of_slices(descriptors):
     run(p)
     check_all(Problem([20, 7], [20, 7], dtype=torch.float16, d=24))
     assert descriptors() == 2
+
+
+def test_where_descriptors_are_chosen():
+    assert through_descriptors(90, 128) and through_descriptors(90, 32)
+    assert not through_descriptors(90, 24) and not through_descriptors(80, 128) and not through_descriptors(100, 128)
 
 
 def test_a10_large_scores_stay_finite():
