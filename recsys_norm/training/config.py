@@ -176,6 +176,9 @@ class DistributedConfig:
     memory_gb: what one process has for tables and activations; None: what its device, or its share of the machine, has.
     dense: the part of the model that is not a table is replicated ("ddp"), or its parameters, gradients and optimizer
         state are sharded ("fsdp2").
+    bucket_mb: the gradients of a "ddp" part are exchanged in buckets of so many MiB. Kernels that keep every multiprocessor
+        busy wait for those that an exchange holds, so a few large buckets disturb them less than many small ones; the last
+        bucket is exchanged with nothing beside it.
     pipeline: sort and exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist), on
         several ranks and on one GPU.
     timeout_s: a process that makes no progress for so long ends the run; a step with its compilation, a batch of a
@@ -187,6 +190,7 @@ class DistributedConfig:
     tables: dict[str, list[str]] = field(default_factory=dict)
     memory_gb: float | None = None
     dense: str = "ddp"
+    bucket_mb: float = 100.0
     pipeline: bool = True
     timeout_s: float = 600.0
 
@@ -195,6 +199,7 @@ class DistributedConfig:
         _choice("distributed.dense", self.dense, ("ddp", "fsdp2"))
         if self.memory_gb is not None and not self.memory_gb > 0:
             raise ConfigError(f"distributed.memory_gb: {self.memory_gb} must be above 0, or null for all there is")
+        _at_least("distributed.bucket_mb", self.bucket_mb, 1)
         _at_least("distributed.timeout_s", self.timeout_s, 1)
 
 

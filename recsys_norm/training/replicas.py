@@ -42,6 +42,7 @@ class Replicas:
             device_ids=ids,
             process_group=runtime.group,
             gradient_as_bucket_view=True,
+            bucket_cap_mb=config.bucket_mb,
             **{_SYNC_BUFFERS: False},  # they are constants
         )
         self.module.register_comm_hook(runtime.group or dist.group.WORLD, self._average)

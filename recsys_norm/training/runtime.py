@@ -156,6 +156,7 @@ def start(config: Config, job: int = 0) -> Iterator[Runtime]:
             world_size=where.size,
             timeout=timeout + _NCCL_GRACE if cuda else timeout,
             device_id=device if cuda else None,
+            pg_options=_urgent() if cuda else None,
         )
         try:
             cpu_group = None
@@ -167,6 +168,11 @@ def start(config: Config, job: int = 0) -> Iterator[Runtime]:
                 yield runtime
         finally:
             _leave(abort=cuda and where.size > 1 and sys.exc_info()[0] is not None)
+
+
+def _urgent() -> Any:
+    """NCCL's kernels come first where multiprocessors fall free: a rank's wait for them is every rank's."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 @contextlib.contextmanager
