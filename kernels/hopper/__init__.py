@@ -8,7 +8,6 @@ The kernels are Gluon sources (triton 3.9 names), compiled ahead of time by `bui
 def techniques():
     """(op, technique) pairs for `recsys_norm.ops.registry`."""
     from recsys_norm.kernels.hopper.attention import FlashNorm
-    from recsys_norm.kernels.hopper.attention_staged import Staged
     from recsys_norm.kernels.hopper.deferred import Deferred
     from recsys_norm.kernels.hopper.lazy import Lazy
     from recsys_norm.kernels.hopper.postnorm import Cluster
@@ -18,5 +17,4 @@ def techniques():
         ("linear_norm", Cluster()),
         ("linear_norm_linear", Deferred()),
         ("norm_attention", FlashNorm()),
-        ("norm_attention", Staged()),
     ]

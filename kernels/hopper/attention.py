@@ -18,7 +18,6 @@ WIDTH = 128  # of a head
 MAX_KEYS = 128  # of a sequence, all in shared memory
 MAX_HEADS = 8  # CTAs of a portable cluster
 PEERS = (4, 8)  # CTAs of a cluster that a kernel has room for
-IN_TURNS = False  # three warpgroups that take blocks in turn (attention_turns_kernels.py); not measured yet
 BLOCK_ROWS = 64
 MAX_ROWS = 2**31 - 2**20  # row numbers have 32 bits
 KINDS = {None: 0, "rms": 1, "layer": 2}  # of a norm, as in the kernels
@@ -130,7 +129,7 @@ def attend(
         return result
     keys, values = (as_rows(t) if t.shape[0] else rows for t in (k, v))  # without keys the kernel uses none of these
     parameters, narrow = _vectors((*pre, *post), q.dtype)
-    kernel = kernel_for(spec.activation, q.dtype, heads, IN_TURNS)
+    kernel = kernel_for(spec.activation, q.dtype, heads)
     grid = heads * min(clusters(kernel, q.device), -(-T // BLOCK_ROWS))
     flat = [t.view(T, heads * WIDTH) for t in (out, hat if keep else out)]
     kernel(
@@ -186,11 +185,10 @@ def activation_codes(names: tuple[str, ...], heads: int) -> int:
 
 
 @functools.cache
-def kernel_for(activation: tuple[str, ...], dtype: torch.dtype, heads: int, in_turns: bool) -> launch.Kernel:
+def kernel_for(activation: tuple[str, ...], dtype: torch.dtype, heads: int) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     form = activation[0] if len(activation) == 1 and activation[0] in SPECIAL else "general"
-    family = "attention_turns" if in_turns and form != "general" else "attention"
-    base = launch.get(f"{family}_{form}_{NAMES[dtype]}_{next(p for p in PEERS if p >= heads)}")
+    base = launch.get(f"attention_{form}_{NAMES[dtype]}_{next(p for p in PEERS if p >= heads)}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": heads})
 
 

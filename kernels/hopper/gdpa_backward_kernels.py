@@ -27,15 +27,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .attention_backward_common import GELU, GELU_TANH, PLAIN, keep_asm, own_shift
-from .attention_backward_products import accumulator, tanh
+from .facts import PLAIN, keep_asm, own_shift
 from .gdpa_backward_moves import (
     add_left,
     arrive,
-    arrive_if,
     clear,
     clear_slack,
-    keep_panels,
     keep_rows,
     leave,
     send_block,
@@ -76,6 +73,7 @@ from .lazy_kernels import await_phase
 from .variants import Tile, Variant
 
 STAGES = gl.constexpr(2)  # blocks of q and dO in shared memory
+GELU, GELU_TANH = gl.constexpr(4), gl.constexpr(5)  # codes of recsys_norm.ops.activations
 
 # ---- loader ----------------------------------------------------------------------------------------------------------
 
@@ -115,6 +113,16 @@ def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, k
 # ---- consumers -------------------------------------------------------------------------------------------------------
 
 
+@gluon.constexpr_function
+def accumulator(columns):
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
+
+
+@gluon.jit
+def tanh(x):
+    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
 @gluon.jit
 def activation(z, ACT: gl.constexpr):
     """(act(x), 2 act'(x)) for x = 2 z, with t = tanh(u): y = z + z t and 2 y' = 1 + t + (1 - t^2) z du/dz. For gelu u is
@@ -128,7 +136,7 @@ def activation(z, ACT: gl.constexpr):
         gl.static_assert(ACT == GELU_TANH)
         u = z * (z2 * 0.28541926508903503 + 1.5957691216057308)
         w = z * (z2 * 0.85625779526709 + 1.5957691216057308)
-    t = tanh(u, True)
+    t = tanh(u)
     return z * t + z, w * (1.0 - t * t) + (1.0 + t)
 
 
@@ -140,12 +148,10 @@ def scores(k, q):
 
 
 @gluon.jit
-def await_block(q_s, do_s, full, turn, rows, facts, NORMED: gl.constexpr):
+def await_block(q_s, do_s, full, turn, rows, facts):
     """Block `turn` in shared memory, zeros past its `rows`; without rows there is nothing to wait for."""
     stage = turn % STAGES
-    if NORMED:
-        await_phase(full.index(stage), (turn // STAGES) & 1)
-    elif rows > 0:
+    if rows > 0:
         await_phase(full.index(stage), (turn // STAGES) & 1)
         if rows < BLOCK:
             clear(q_s.index(stage), rows, facts)
@@ -155,17 +161,9 @@ def await_block(q_s, do_s, full, turn, rows, facts, NORMED: gl.constexpr):
 
 
 @gluon.jit
-def value_place(place, W: gl.constexpr, NORMED: gl.constexpr):
-    if NORMED:
-        return gl.to_tensor(W)
-    else:
-        return 2 * place + W
-
-
-@gluon.jit
 def consume(
-    dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, full, free, t_full, t_free, dk, dv, turn,
-    i, half, W: gl.constexpr, ACT: gl.constexpr, NORMED: gl.constexpr,
+    dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv, turn, i, half,
+    W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
     """The blocks of a part. Shifts of `turn` that are always 0 keep the compiler from holding every tile's address in
     registers. A block's dQ leaves the registers when the tensor cores have work again."""
@@ -176,24 +174,20 @@ def consume(
     rows = note(notes, place, ROWS)
     for first in range(0, rows, BLOCK):
         stage = turn % STAGES
-        await_block(q_s, do_s, full, turn, rows - first, facts, NORMED)
+        await_block(q_s, do_s, full, turn, rows - first, facts)
         s = scores(k_s.index(2 * place + W + (turn >> 28)), q_s.index(stage))
-        g = scores(v_s.index(value_place(place, W, NORMED) + (turn >> 30)), do_s.index(stage))
+        g = scores(v_s.index(2 * place + W + (turn >> 30)), do_s.index(stage))
         if first > 0:
             row = note(notes, place, ROW) + first - BLOCK
             send_block(dq_desc, dq_s.index(W), facts, row, note(notes, place, COLUMN) + W * BLOCK, BLOCK)
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))  # the sums of the part before have left it
-            if NORMED:
-                gl.barrier()  # and t_s
         s = warpgroup_mma_wait(1, deps=(s,))
         p, slope = activation(s * half, ACT)
         p = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         dv = warpgroup_mma(p, do_s.index(stage), dv, is_async=True)
         g = warpgroup_mma_wait(1, deps=(g,))
-        if NORMED:
-            arrive_if(v_free, first + BLOCK >= rows)
         g *= slope
         await_phase(t_free, (turn & 1) ^ 1)  # the products of the block before have read t
         keep_rows(g, t_s.index(W), facts)
@@ -221,28 +215,25 @@ def consume(
 
 @gluon.jit
 def consumer(
-    dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, v_full, v_free, full,
-    free, t_full, t_free, half, W: gl.constexpr, ACT: gl.constexpr, NORMED: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full, free, t_full,
+    t_free, half, W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    """NORMED: as attention_staged_kernels.py has it, with the values of one sequence only in shared memory."""
     wide: gl.constexpr = accumulator(WIDTH)
     turn = 0
     for i in range(count_parts(facts)):
         place = i & 1
         await_phase(kv_full.index(place), (i >> 1) & 1)
-        if NORMED:
-            await_phase(v_full, i & 1)
         keys = note(notes, place, COUNT)
         if keys < KEYS:
             clear(k_s.index(2 * place + W), keys - W * BLOCK, facts)
-            clear(v_s.index(value_place(place, W, NORMED)), keys - W * BLOCK, facts)
+            clear(v_s.index(2 * place + W), keys - W * BLOCK, facts)
             fence_async_shared()
             gl.barrier()
         dk = gl.zeros([BLOCK, WIDTH], gl.float32, wide)
         dv = gl.zeros([BLOCK, WIDTH], gl.float32, wide)
         dk, dv, turn = consume(
-            dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, v_free, full, free, t_full, t_free, dk,
-            dv, turn, i, half, W, ACT, NORMED,
+            dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv,
+            turn, i, half, W, ACT,
         )  # fmt: skip
         place = i & 1
         rows = note(notes, place, ROWS)
@@ -254,10 +245,6 @@ def consumer(
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))
-            if NORMED:
-                gl.barrier()
-        if NORMED:
-            arrive_if(v_free, rows <= 0)
         if note(notes, place, FORM) & ADD != 0:
             dk, dv = add_left(dk, dv, facts, W)
         if note(notes, place, FORM) & LEAVE != 0:
@@ -273,20 +260,11 @@ def consumer(
             else:
                 await_phase(t_free, (turn & 1) ^ 1)  # nobody reads the keys any more
                 keep_rows(dk, k_s.index(2 * place + W), facts)
-                if NORMED:
-                    tma.store_wait(0)
-                    gl.barrier()  # the last block's dQ has left
-                    keep_panels(dv, t_s.index(W), dq_s.index(W), facts)
-                else:
-                    keep_rows(dv, v_s.index(2 * place + W), facts)
+                keep_rows(dv, v_s.index(2 * place + W), facts)
                 fence_async_shared()
                 gl.barrier()
                 tma.async_store(dk_desc, [key, column], k_s.index(2 * place + W))
-                if NORMED:
-                    tma.async_store(dv_desc, [key, column], t_s.index(W))
-                    tma.async_store(dv_desc, [key, column + BLOCK], dq_s.index(W))
-                else:
-                    tma.async_store(dv_desc, [key, column], v_s.index(2 * place + W))
+                tma.async_store(dv_desc, [key, column], v_s.index(2 * place + W))
     tma.store_wait(0)
     if W == 0:
         clear_slack(facts, DQ, Q_OFFSETS, Q_STEP, QUERIES)
@@ -362,10 +340,10 @@ def gdpa_backward_kernel(
     gl.inline_asm(keep_asm, "r,r,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l,l", kept, is_pure=False)
     gl.warp_specialize(
         [
-            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, kv_full,
-                        kv_free, full, free, t_full, t_free, half_scale, gl.constexpr(0), ACT, gl.constexpr(False))),
-            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, kv_full,
-                        kv_free, full, free, t_full, t_free, half_scale, gl.constexpr(1), ACT, gl.constexpr(False))),
+            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full,
+                        free, t_full, t_free, half_scale, gl.constexpr(0), ACT)),
+            (consumer, (dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full,
+                        free, t_full, t_free, half_scale, gl.constexpr(1), ACT)),
             (loader, (q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, kv_full, kv_free, full, free)),
         ],
         [4, 1],

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from .attention_backward_common import fact, pointer
+from .facts import fact, pointer
 from .gdpa_backward_ranges import BATCH, BLOCK, DQ, FLAGS, PITCH, SUMS, WIDTH, ZERO, whole
 
 # Arrivals by hand: those of the language synchronise the warpgroup around each, here every warp is on its own.
@@ -25,18 +25,6 @@ def _arrive(outputs, inputs):
 @gluon.jit
 def arrive(bar):
     gl.inline_asm(_arrive, "r,~{memory}", [bar], (), is_pure=False)
-
-
-@gluon.constexpr_function
-def _arrive_if(outputs, inputs):
-    (bar,), (flag,) = inputs
-    return f"""{{ .reg .pred p, q; setp.ne.s32 q, {flag}, 0; bar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff;
-    and.pred p, p, q; @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""
-
-
-@gluon.jit
-def arrive_if(bar, condition):
-    gl.inline_asm(_arrive_if, "r,r,~{memory}", [bar, condition.to(gl.int32)], (), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -93,8 +81,8 @@ def store_rows(tile, facts, tensor: gl.constexpr, row, column, rows):
 @gluon.constexpr_function
 def _keep_rows(outputs, inputs):
     """Lane l has the address of row l % 8 of matrix l / 8 of the four that one instruction stores: rows r and r + 8 of
-    8 columns, then of the next 8. Of two addresses the second is that of columns 64 to 127."""
-    (tile,), *other, (zero,), values = inputs
+    8 columns, then of the next 8."""
+    (tile,), (zero,), values = inputs
     lines = [
         f"{{ .reg .b32 t, r, a, s, x<4>; mov.u32 t, %tid.x; add.u32 t, t, {zero};",
         "and.b32 r, t, 7; shr.u32 s, t, 4; and.b32 s, s, 1;",
@@ -105,11 +93,8 @@ def _keep_rows(outputs, inputs):
         for i in range(4):
             left, right = values[8 * j + 2 * i : 8 * j + 2 * i + 2]
             lines.append(f"cvt.rn.bf16x2.f32 x{i}, {right}, {left};")
-        if other and j == 4:
-            lines.append(f"sub.u32 r, r, {tile}; add.u32 r, r, {other[0][0]};")
         lines.append(f"xor.b32 a, s, {32 * (j % 4)}; add.u32 a, a, r;")
-        panel = 0 if other else 8192 * (j // 4)
-        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [a + {panel}], {{x0, x1, x2, x3}};")
+        lines.append(f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [a + {8192 * (j // 4)}], {{x0, x1, x2, x3}};")
     return "\n".join([*lines, "}"])
 
 
@@ -117,13 +102,6 @@ def _keep_rows(outputs, inputs):
 def keep_rows(tile, place, facts):
     """A tile of 128 columns into shared memory, for TMA."""
     gl.inline_asm(_keep_rows, ("r", "r", "f"), [place, whole(facts, ZERO), tile], (), is_pure=False)
-
-
-@gluon.jit
-def keep_panels(tile, left, right, facts):
-    """The same with its two panels of 64 columns apart."""
-    args = [left, right, whole(facts, ZERO), tile]
-    gl.inline_asm(_keep_rows, ("r", "r", "r", "f"), args, (), is_pure=False)
 
 
 @gluon.constexpr_function

@@ -4,7 +4,7 @@ that and what else it needs now and then."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .attention_backward_common import fact, pointer
+from .facts import fact, pointer
 
 BLOCK = gl.constexpr(64)  # queries of a block, keys of a consumer, columns of a panel
 WIDTH = gl.constexpr(128)  # of a head

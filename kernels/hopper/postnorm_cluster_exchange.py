@@ -1,5 +1,5 @@
 """Of the post-norm kernels whose CTAs form clusters (postnorm_cluster_steps.py): statistics of whole rows from the
-messages of attention_exchange.py, and slots handed back.
+messages of attention_exchange.py, slots handed back, and where the CTAs meet.
 
 Inline assembly gets addresses of shared memory as those of the cluster's first CTA: hence `own_address`.
 """
@@ -10,6 +10,13 @@ from triton.experimental.gluon import language as gl
 from .attention_exchange import ROWS, own_address, row_layout
 
 RMS = gl.constexpr(1)
+
+
+@gluon.jit
+def meet_cluster():
+    """All threads of all CTAs: nobody sends before the others' barriers are there. Every partition begins with it."""
+    asm: gl.constexpr = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned; mov.u32 $0, 0;"
+    gl.inline_asm(asm, "=r", [], gl.int32, is_pure=False)
 
 
 @gluon.constexpr_function

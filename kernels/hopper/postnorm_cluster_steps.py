@@ -50,7 +50,7 @@ def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, 
 def add_residual(chunks, ptr, pitch, row, rows, column, width, NCH: gl.constexpr):
     for c in gl.static_range(NCH):
         at = ptr + row.to(gl.int64) * pitch + (column + c * CHUNK)
-        chunks = put(chunks, c, add_rows(chunks[c], at, pitch, rows, width - c * CHUNK, 0), NCH)
+        chunks = put(chunks, c, add_rows(chunks[c], at, pitch, rows, width - c * CHUNK), NCH)
     return chunks
 
 

@@ -25,10 +25,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from .attention_backward_common import meet_cluster
 from .attention_blocks import FLAT
 from .attention_exchange import MESSAGE
-from .postnorm_cluster_exchange import release
+from .postnorm_cluster_exchange import meet_cluster, release
 from .postnorm_cluster_steps import CHUNK, ROWS, begin, finish, load_vectors, standardise
 from .postnorm_multiply import accumulator, chunks_of
 from .variants import Tile, Variant

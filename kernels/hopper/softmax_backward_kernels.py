@@ -29,9 +29,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from .attention_backward_common import PLAIN, keep_asm, number, own_shift
-from .attention_backward_products import accumulator
-from .gdpa_backward_kernels import STAGES, await_block, scores
+from .facts import PLAIN, keep_asm, number, own_shift
+from .gdpa_backward_kernels import STAGES, accumulator, await_block, scores
 from .gdpa_backward_moves import arrive, clear, clear_slack, keep_rows, send_block, store_rows
 from .gdpa_backward_ranges import (
     BLOCK,
@@ -143,7 +142,7 @@ def consume(
     end = gl.minimum(note(notes, place, ROWS), whole(facts, REACH) - (1 - W) * BLOCK)
     for first in range(begin, end, BLOCK):
         stage = turn % STAGES
-        await_block(q_s, do_s, full, turn, note(notes, place, ROWS) - first, facts, False)
+        await_block(q_s, do_s, full, turn, note(notes, place, ROWS) - first, facts)
         s = scores(k_s.index(2 * place + W + (turn >> 28)), q_s.index(stage))
         g = scores(v_s.index(2 * place + W + (turn >> 30)), do_s.index(stage))
         if W == 0:

@@ -8,7 +8,7 @@ its column a query. By hand for the reasons given in gdpa_backward_moves.py.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .attention_backward_common import fact, pointer
+from .facts import fact, pointer
 from .gdpa_backward_moves import program_id
 from .gdpa_backward_ranges import BLOCK, FLAGS, QUERIES, SUMS, ZERO, whole
 

@@ -92,18 +92,10 @@ def test_it_says_what_it_cannot_do(fields, reason, driver):
 def test_every_problem_has_a_kernel_that_fits_twice():
     activations = [(n,) for n in ("gelu", "gelu_tanh", "silu")] + [("gelu", "relu")]
     for activation, dtype, heads in itertools.product(activations, (BF16, FP16), (1, 2, 8)):
-        kernel = attention.kernel_for(activation, dtype, heads, False)
+        kernel = attention.kernel_for(activation, dtype, heads)
         assert kernel.entry["cluster"] == heads and kernel.entry["spills"] == 0
         assert 2 * (kernel.entry["shared"] + 1024) <= 228 * 1024
         assert 2 * kernel.entry["num_warps"] * 32 * kernel.entry["registers"] <= 65536
-
-
-def test_kernels_that_take_turns_have_the_same_parameters():
-    for activation, dtype, heads in itertools.product((("gelu",), ("gelu_tanh",)), (BF16, FP16), (1, 2, 8)):
-        kernel, other = (attention.kernel_for(activation, dtype, heads, turns) for turns in (True, False))
-        assert kernel.entry["module"] == "attention_turns_kernels" and kernel.entry["cluster"] == heads
-        assert kernel.entry["params"] == other.entry["params"]
-        assert kernel.entry["num_warps"] == 16 and kernel.entry["registers"] <= 128
 
 
 def test_what_a_call_passes(calls):
@@ -141,6 +133,14 @@ def test_no_keys_and_no_sequences(calls):
     t[3] = t[4] = torch.zeros(1, dtype=torch.int64)
     (out,), saved = attention.forward(problem(), *t, None)
     assert len(calls) == 1 and not out.any() and not saved[6].any()
+
+
+def test_its_backward_is_that_of_separate(monkeypatch):
+    from recsys_norm.kernels.norm import attention as separate
+
+    monkeypatch.setattr(separate, "backward", lambda *args: args)
+    given = (problem(), ("saved",), ("dout", "add"), (True,) * 12)
+    assert attention.FlashNorm().backward(*given) == given
 
 
 def test_rows_are_views_where_tma_can_read_them():

@@ -1,11 +1,11 @@
-"""The PTX written by hand of the cluster post-norm and of attention in turns, by a model of it."""
+"""The PTX written by hand of the cluster post-norm and of attention's backward, by a model of it."""
 
 import numpy as np
 import pytest
-from ptx_model import LANES, Machine, bits, real, swizzled, to_bf16, unswizzled
+from ptx_model import LANES, Machine, bits, real, to_bf16, unswizzled
 
+from recsys_norm.kernels.hopper import gdpa_backward_moves, tile_rows
 from recsys_norm.kernels.hopper import postnorm_cluster_exchange as exchange
-from recsys_norm.kernels.hopper import tile_rows
 
 PLACE, ROWS = 1 << 14, 64
 
@@ -47,48 +47,25 @@ def put(memory, at, array):
     memory[at : at + data.size] = data
 
 
-@pytest.mark.parametrize("zero", [0, "zero"])
 @pytest.mark.parametrize("rows,width", [(64, 64), (37, 64), (9, 24), (1, 8), (0, 64)])
-def test_rows_are_added(rows, width, zero):
+def test_rows_are_added(rows, width):
     m, more = machine(), narrow(ROWS, 72)
     put(m.memory, 512, more)
     tile = widen(narrow(ROWS, 64, seed=1))
     names, values = operands("v", registers_of(tile))
     out = [f"o{i}" for i in range(32)]
-    text = tile_rows._add_bf16.fn((out,), (("at",), ("pitch",), ("rows",), ("width",), (zero,), names))
-    m.run(text, values | {"at": 512, "pitch": 144, "rows": rows, "width": width, "zero": 0})
+    text = tile_rows._add_bf16.fn((out,), (("at",), ("pitch",), ("rows",), ("width",), names))
+    m.run(text, values | {"at": 512, "pitch": 144, "rows": rows, "width": width})
     expected = tile.copy()
     expected[:rows, :width] += widen(more)[:rows, :width]
     assert np.array_equal(tile_of([real(m.registers[o]) for o in out]), expected)
 
 
-@pytest.mark.parametrize("rows", [64, 37, 9, 8, 0])
-def test_rows_are_stored(rows):
-    m, tile = machine(), widen(narrow(ROWS, 64))
-    m.memory[:] = 255
+def test_accumulators_go_to_shared_memory():
+    m, tile = machine(), widen(narrow(ROWS, 128))
     names, values = operands("v", registers_of(tile))
-    text = tile_rows._store_bf16.fn((), (("at",), ("pitch",), ("rows",), ("zero",), names))
-    m.run(text, values | {"at": 1024, "pitch": 256, "rows": rows, "zero": 0})
-    memory = m.memory[1024 : 1024 + ROWS * 256].view(np.uint16).reshape(ROWS, 128)
-    assert np.array_equal(memory[:rows, :64], to_bf16(tile)[:rows])
-    assert (memory[rows:] == 0xFFFF).all() and (memory[:, 64:] == 0xFFFF).all() and (m.memory[:1024] == 255).all()
-
-
-@pytest.mark.parametrize("panel", [0, 1])
-def test_chunks_come_from_shared_memory_and_return_to_it(panel):
-    m, words = machine(), narrow(ROWS, 128)
-    put(m.shared, PLACE, swizzled(words))
-    out = [f"o{i}" for i in range(32)]
-    here = {"place": PLACE + 8192 * panel, "zero": 0}
-    m.run(tile_rows._load_bf16.fn((out,), (("place",), ("zero",))), here)
-    chunk = tile_of([real(m.registers[o]) for o in out])
-    assert np.array_equal(chunk, widen(words)[:, 64 * panel : 64 * panel + 64])
-
-    names, values = operands("v", registers_of(2 * chunk))
-    m.run(tile_rows._keep_bf16.fn((), (("place",), ("zero",), names)), values | here)
-    data = unswizzled(m.shared[PLACE : PLACE + 16384])
-    words[:, 64 * panel : 64 * panel + 64] = to_bf16(2 * chunk)
-    assert np.array_equal(data, words)
+    m.run(gdpa_backward_moves._keep_rows.fn((), (("place",), ("zero",), names)), values | {"place": PLACE, "zero": 0})
+    assert np.array_equal(unswizzled(m.shared[PLACE : PLACE + 16384]), to_bf16(tile))
 
 
 @pytest.mark.parametrize(
