@@ -113,7 +113,7 @@ def test_registers_spills_and_shared_memory_are_bounded(compiled):
 def test_the_longest_sequences_come_first():
     lengths = torch.tensor([3, 70, 0, 3, 500, 1] * 20)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    order, ordered = launch.longest_first(offsets, programs=16)  # a few for each slot of the interpreter's one multiprocessor
+    order, ordered = launch.longest_first(offsets, programs=16)  # a few for each of the 2 slots
     assert ordered and order.tolist() == torch.sort(lengths, descending=True, stable=True).indices.tolist()
     assert not launch.longest_first(offsets, programs=2)[1]  # all run at once
     assert not launch.longest_first(offsets, programs=1000)[1]  # so many even out

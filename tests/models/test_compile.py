@@ -59,10 +59,12 @@ def counted_regions(model, monkeypatch):
     return counter
 
 
-def test_regions_know_the_width_of_every_event_type(monkeypatch):
+@pytest.mark.parametrize("token_multiple", [None, 4])  # regions are blocks and experts, and whole layers
+def test_regions_know_the_width_of_every_event_type(token_multiple, monkeypatch):
     """Only T is unknown to a region's graph, though blocks of both event types run the same code at other widths."""
     schema = make_schema(events=("long", "short"), sparse=1)
     model = Kunlun(make_config(), schema, backend="unfused")
+    model.dense.token_multiple = token_multiple
     counter = counted_regions(model, monkeypatch)
     random.seed(0)
     for i in range(6):
