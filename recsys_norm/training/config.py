@@ -179,6 +179,8 @@ class DistributedConfig:
     bucket_mb: the gradients of a "ddp" part are exchanged in buckets of so many MiB. Kernels that keep every multiprocessor
         busy wait for those that an exchange holds, so a few large buckets disturb them less than many small ones; the last
         bucket is exchanged with nothing beside it.
+    exchange: the dtype in which embeddings and their gradients travel between ranks. "bf16" halves that and loses nothing
+        where a table is on one rank and the activations are bfloat16, too.
     pipeline: sort and exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist), on
         several ranks and on one GPU.
     timeout_s: a process that makes no progress for so long ends the run; a step with its compilation, a batch of a
@@ -191,6 +193,7 @@ class DistributedConfig:
     memory_gb: float | None = None
     dense: str = "ddp"
     bucket_mb: float = 100.0
+    exchange: str = "fp32"
     pipeline: bool = True
     timeout_s: float = 600.0
 
@@ -199,6 +202,7 @@ class DistributedConfig:
         _choice("distributed.dense", self.dense, ("ddp", "fsdp2"))
         if self.memory_gb is not None and not self.memory_gb > 0:
             raise ConfigError(f"distributed.memory_gb: {self.memory_gb} must be above 0, or null for all there is")
+        _choice("distributed.exchange", self.exchange, ("fp32", "bf16", "fp16"))
         _at_least("distributed.bucket_mb", self.bucket_mb, 1)
         _at_least("distributed.timeout_s", self.timeout_s, 1)
 

@@ -47,7 +47,7 @@ def shard(
     initializers = dict(_initializers(sparse))
     settings = {"lr": optimizer.lr, "eps": optimizer.eps}
     apply_optimizer_in_backward(RowWiseAdagrad, sparse.parameters(), settings)
-    sharders = _sharders(runtime.device)
+    sharders = _sharders(runtime.device, distributed.exchange)
     plan = _plan(sparse, sharders, distributed, runtime, batch_size)
     parallel = DistributedModelParallel(
         sparse,
@@ -108,9 +108,13 @@ def local_parts(table: Any) -> Iterator[tuple[Tensor, list[int]]]:
         yield table, [0, 0]
 
 
-def _sharders(device: torch.device) -> list:
+def _sharders(device: torch.device, exchange: str) -> list:
     from torchrec.distributed.embedding import EmbeddingCollectionSharder
     from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
+
+    kind = CommType(exchange)
+    codecs = get_qcomm_codecs_registry(QCommsConfig(kind, kind), device=device)  # None for fp32; fp16 for bf16 on a CPU
 
     def kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """On the device, with the optimizer in the backward wherever TorchRec can."""
@@ -131,7 +135,7 @@ def _sharders(device: torch.device) -> list:
             types = super().sharding_types(compute_device_type)
             return [name for name in types if compute_device_type != "cpu" or name != "data_parallel"]
 
-    return [Bags(), Sequences()]
+    return [Bags(qcomm_codecs_registry=codecs), Sequences(qcomm_codecs_registry=codecs)]
 
 
 def _plan(sparse: nn.Module, sharders: list, distributed: DistributedConfig, runtime: Runtime, batch_size: int):

@@ -8,6 +8,7 @@ import os
 import signal
 
 import pytest
+import torch
 from rank_pool import Ranks
 
 from recsys_norm.training.main import main
@@ -98,6 +99,16 @@ MIXED = tables(sparse_0="data_parallel", sparse_1="row_wise", item="row_wise", a
 def test_options_change_nothing_but_where_things_are(alone, two, losses, overrides):
     run_dir = two(*SHORT, *overrides)
     assert losses(run_dir) == pytest.approx(losses(alone)[:12], abs=TOLERANCE)
+
+
+def test_embeddings_travel_in_half_precision(alone, two, losses):
+    from recsys_norm.training.sharding import _sharders
+
+    run_dir = two(*SHORT, "distributed.exchange=fp16")
+    assert losses(run_dir) == pytest.approx(losses(alone)[:12], abs=1e-3)
+    registries = [sharder.qcomm_codecs_registry for sharder in _sharders(torch.device("cpu"), "fp16")]
+    assert all({codecs.forward.quantized_dtype for codecs in r.values()} == {torch.float16} for r in registries)
+    assert [sharder.qcomm_codecs_registry for sharder in _sharders(torch.device("cpu"), "fp32")] == [None, None]
 
 
 def test_column_wise_tables_train(two, losses):
