@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from recsys_norm.kernels.compile import CompileCase
-from recsys_norm.kernels.gdpa import backward, configs, elementwise, forward, order, slack
+from recsys_norm.kernels.gdpa import backward, configs, elementwise, forward, slack
 
 _VEC = {"bf16": 8, "fp16": 8, "fp32": 4}
 
@@ -23,7 +23,7 @@ def attention_case(
     """One kernel at head width d, as the launch would compile it for aligned tensors."""
     args: dict[str, Any] = {}
     for parameter in kernel.params:
-        if parameter.name.endswith(("offsets_ptr", "order_ptr")):
+        if parameter.name.endswith("offsets_ptr"):
             args[parameter.name] = "*i32:16"
         elif parameter.name.endswith("_ptr"):
             args[parameter.name] = f"*{dtype}:16"
@@ -59,8 +59,6 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
     yield attention_case(backward.backward_dkdv, configs.backward_dkdv(arch, 128, 2), d=128, masked=True)
     args = {"x_ptr": "*bf16:16", "offsets_ptr": "*i32:16", "last": "i32", "rows": "i32", "width": "i32", "BLOCK": 4096}
     yield CompileCase("gdpa.zero_slack", "bf16", slack.zero_slack, args, {"num_warps": 4})
-    args = {"offsets_ptr": "*i32:16", "order_ptr": "*i32:16", "batch": "i32", "RANKED": order.RANKED}
-    yield CompileCase("gdpa.longest_first", "", order.longest_first, args, {"num_warps": 4})
     if arch == 90:
         yield attention_case(forward.forward_resident, configs.forward_resident(arch, 96, 64), d=96, act=gelu)
         yield attention_case(forward.forward_streamed, configs.forward_streamed(arch, 256, 2), d=256, masked=True)

@@ -18,31 +18,6 @@ def sequence_bounds(offsets_ptr, b):
 
 
 @triton.jit
-def _lengths(offsets_ptr, b, batch):
-    """Which of the sequences b there are, and how long they are."""
-    there = b < batch
-    start = tl.load(offsets_ptr + b, mask=there, other=0)
-    return there, (tl.load(offsets_ptr + b + 1, mask=there, other=0) - start).to(tl.int32)
-
-
-@triton.jit
-def rank_sequences(offsets_ptr, order_ptr, program, batch, RANKED: tl.constexpr):
-    """order[rank of b] = b for the program's RANKED sequences b, where the longest sequence has rank 0 and equally long ones
-    keep their order."""
-    b = program * RANKED + tl.arange(0, RANKED)
-    _, length = _lengths(offsets_ptr, b, batch)
-    rank = tl.zeros([RANKED], tl.int32)
-    for first in tl.range(0, batch, 64, num_stages=1):
-        other = first + tl.arange(0, 64)
-        there, rival = _lengths(offsets_ptr, other, batch)
-        ahead = (rival[None, :] > length[:, None]) | (
-            (rival[None, :] == length[:, None]) & (other[None, :] < b[:, None])
-        )
-        rank += tl.sum((ahead & there[None, :]).to(tl.int32), 1)
-    tl.store(order_ptr + rank, b, mask=b < batch)
-
-
-@triton.jit
 def _row_offsets(rows, stride):
     return rows.to(tl.int64)[:, None] * stride
 

@@ -44,6 +44,12 @@ def forward_resident(arch: int, d: int, block_n: int) -> Config:
     return Config(64, block_n, 4, 1)
 
 
+def forward_waves(max_queries: int) -> int:
+    """Programs for each slot of the GPU that a launch of `forward_resident` aims for: each loads its keys, and long sequences
+    make a tail."""
+    return 4 if max_queries <= 1024 else 8
+
+
 def backward_resident(arch: int, d: int, block_n: int) -> Config:
     width = padded_width(d)
     if family(arch) == "small":

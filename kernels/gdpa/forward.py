@@ -18,22 +18,19 @@ _SIZES = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ordered", *_SIZES])
+@triton.jit(do_not_specialize=_SIZES)
 def forward_resident(
-    order_ptr, ordered, q_ptr, k_ptr, v_ptr, o_ptr, q_offsets_ptr, k_offsets_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, q_offsets_ptr, k_offsets_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, o_token, o_head,  # strides, in units of VEC elements
     batch, heads, blocks, queries, width, max_keys, scale, left, right,
     ACT: tl.constexpr, MASKED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     VEC: tl.constexpr, EVEN: tl.constexpr, FAST: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Every sequence has at most BLOCK_N keys: a program keeps one head's keys and values on chip and walks every
-    `blocks`-th block of the sequence's queries, so any query length is covered whatever `blocks` is. If `ordered`, it takes
-    sequences as order_ptr lists them."""
+    `blocks`-th block of the sequence's queries, so any query length is covered whatever `blocks` is."""
     block = tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks % heads
     b = tl.program_id(0) // blocks // heads
-    if ordered != 0:
-        b = tl.load(order_ptr + b).to(tl.int32)
     q_start, q_len = sequence_bounds(q_offsets_ptr, b)
     k_start, k_len = sequence_bounds(k_offsets_ptr, b)
     q_token, k_token, v_token, o_token = q_token * VEC, k_token * VEC, v_token * VEC, o_token * VEC

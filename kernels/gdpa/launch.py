@@ -18,7 +18,6 @@ from torch import Tensor
 from recsys_norm.kernels.gdpa import backward as backward_kernels
 from recsys_norm.kernels.gdpa import configs
 from recsys_norm.kernels.gdpa import forward as forward_kernels
-from recsys_norm.kernels.gdpa import order as order_kernels
 from recsys_norm.kernels.gdpa import slack as slack_kernels
 from recsys_norm.kernels.gdpa.configs import Config
 from recsys_norm.kernels.hopper import gdpa_backward as hopper
@@ -26,8 +25,6 @@ from recsys_norm.kernels.hopper import gdpa_backward as hopper
 FAR = 1 << 30  # a window bound that no pair of positions reaches
 _MAX_GRID = (1 << 31) - 1
 _WAVES = 8  # programs per slot of the GPU that a launch aims for, so that long sequences do not make a tail
-_ORDERED_WAVES = 4  # the same where the longest come first
-_MOST_WAVES = 32  # beyond, the order does not matter
 _INTERPRETED_ARCH = 90
 
 
@@ -130,20 +127,6 @@ def program_count(most: int, groups: int, slots: int, waves: int = _WAVES) -> in
     return max(1, min(most, block_count(waves * slots, groups)))
 
 
-def longest_first(offsets: Tensor, programs: int) -> tuple[Tensor, int]:
-    """A kernel's order_ptr and `ordered` for so many programs, equally many for each sequence: where the GPU's slots get a
-    few programs each, the sequences by their length. Nothing is read on the host."""
-    slots = 2 * device_of(offsets)[1]
-    if not slots < programs <= _MOST_WAVES * slots:
-        return offsets, 0
-    batch = offsets.numel() - 1
-    order = torch.empty(batch, dtype=torch.int32, device=offsets.device)
-    order_kernels.longest_first[(block_count(batch, order_kernels.RANKED),)](
-        offsets, order, batch, RANKED=order_kernels.RANKED
-    )
-    return order, 1
-
-
 def grid_of(programs: int) -> tuple[int]:
     if programs > _MAX_GRID:
         raise ValueError(f"the launch needs {programs} programs and CUDA allows {_MAX_GRID}; split the batch")
@@ -179,13 +162,13 @@ def forward(
     with on_device(q):
         for first, end, code in spec.runs:
             heads, blocks = end - first, block_count(spec.max_q_len, config.block_m)
-            order: tuple[Any, ...] = ()
             if resident:
-                blocks = programs or program_count(blocks, batch * heads, 2 * sms, _ORDERED_WAVES)
-                order = longest_first(q_offsets, batch * heads * blocks)
+                blocks = programs or program_count(
+                    blocks, batch * heads, 2 * sms, configs.forward_waves(spec.max_q_len)
+                )
             tensors = _heads(first, end, q, k, v, out)
             kernel[grid_of(batch * heads * blocks)](
-                *order, *tensors, q_offsets, k_offsets, *strides(vector, *tensors),
+                *tensors, q_offsets, k_offsets, *strides(vector, *tensors),
                 batch, heads, blocks, q.shape[0], d // vector, *spec.scalars,
                 **_constants(q, config, code, spec, vector),
             )  # fmt: skip

@@ -21,9 +21,8 @@ _SIZES = [
 ]  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["ordered", *_SIZES])
+@triton.jit(do_not_specialize=_SIZES)
 def few_queries(
-    order_ptr, ordered,
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, lse_ptr, dq_ptr, dk_ptr, dv_ptr, q_offsets_ptr, k_offsets_ptr,
     q_token, q_head, k_token, k_head, v_token, v_head, g_token, g_head, o_token, o_head,  # in units of VEC elements
     dq_token, dq_head, dk_token, dk_head,  # dv has the strides of dk
@@ -31,12 +30,10 @@ def few_queries(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     VEC: tl.constexpr, EVEN: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """A program takes one head of one sequence, of at most BLOCK_M queries; if `ordered`, sequences as order_ptr lists them.
-    lse is a contiguous [heads, queries], +inf for a query without keys, whose weights are then 0."""
+    """A program takes one head of one sequence, of at most BLOCK_M queries. lse is a contiguous [heads, queries], +inf
+    for a query without keys, whose weights are then 0."""
     head = tl.program_id(0) % heads
     b = tl.program_id(0) // heads
-    if ordered != 0:
-        b = tl.load(order_ptr + b).to(tl.int32)
     q_start, q_len = sequence_bounds(q_offsets_ptr, b)
     k_start, k_len = sequence_bounds(k_offsets_ptr, b)
     q_token, k_token, v_token, g_token, o_token = (

@@ -7,7 +7,6 @@ from typing import Any
 
 from recsys_norm.kernels.compile import CompileCase
 from recsys_norm.kernels.gdpa.configs import Config, padded_width
-from recsys_norm.kernels.gdpa.order import RANKED
 from recsys_norm.kernels.hopper.softmax_backward import ZEROS
 from recsys_norm.kernels.softmax import backward, configs, forward, forward_blocks, queries
 
@@ -42,6 +41,6 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         return
     for masked in (True, False):
         yield _case(forward_blocks.forward_blocks, configs.tile(arch, 128), 128, "bf16", MASKED=masked)
-    more = {"ZEROS": ZEROS, "RANKED": RANKED}
+    more = {"ZEROS": ZEROS, "RANKED": queries.RANKED}
     yield _case(queries.describe_queries, configs.queries_tile(), 128, "bf16", **more)
     yield _case(queries.first_queries, configs.first_queries_tile(), 128, "bf16")

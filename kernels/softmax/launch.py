@@ -16,12 +16,10 @@ from recsys_norm.kernels.gdpa.launch import (
     check_supported,
     device_of,
     grid_of,
-    longest_first,
     on_device,
     strides,
     vector_of,
 )
-from recsys_norm.kernels.gdpa.order import RANKED
 from recsys_norm.kernels.hopper import softmax_backward as hopper
 from recsys_norm.kernels.softmax import backward as backward_kernels
 from recsys_norm.kernels.softmax import configs, forward_blocks, queries
@@ -134,8 +132,7 @@ def few_queries(
     width = padded_width(d)
     with on_device(q):
         backward_kernels.few_queries[grid_of(batch * heads)](
-            *longest_first(k_offsets, batch * heads), *tensors, lse.contiguous(), dq, dk, dv,
-            q_offsets, k_offsets, *strides(vector, *tensors, dq, dk),
+            *tensors, lse.contiguous(), dq, dk, dv, q_offsets, k_offsets, *strides(vector, *tensors, dq, dk),
             batch, heads, queries, k.shape[0], d // vector, spec.max_k_len, spec.scale,
             BLOCK_M=configs.MOST_QUERIES, BLOCK_N=config.block_n, BLOCK_D=width,
             VEC=vector, EVEN=width == d, UPCAST=q.dtype == torch.bfloat16 and not q.is_cuda,
@@ -183,10 +180,10 @@ def describe_queries(grad: Tensor, out: Tensor, lse: Tensor, offsets: Tensor) ->
     config = configs.queries_tile()
     blocks = block_count(tokens, config.block_m)
     with on_device(grad):
-        queries.describe_queries[grid_of(max(heads * blocks, block_count(batch, RANKED)))](
+        queries.describe_queries[grid_of(max(heads * blocks, block_count(batch, queries.RANKED)))](
             grad, out, lse.contiguous(), offsets, zeros, stats, order, *strides(vector, grad, out),
             batch, heads, blocks, tokens, d // vector,
-            ZEROS=hopper.ZEROS, RANKED=RANKED, BLOCK_M=config.block_m, BLOCK_D=width, VEC=vector,
+            ZEROS=hopper.ZEROS, RANKED=queries.RANKED, BLOCK_M=config.block_m, BLOCK_D=width, VEC=vector,
             EVEN=width == d, UPCAST=grad.dtype == torch.bfloat16 and not grad.is_cuda,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip

@@ -108,12 +108,3 @@ def test_registers_spills_and_shared_memory_are_bounded(compiled):
         assert s.blocks_per_sm >= 1 and not s.serialized, s
         if s.kernel == "gdpa.forward_resident":
             assert s.blocks_per_sm >= 2, s  # one program's matrix products hide the other's activations
-
-
-def test_the_longest_sequences_come_first():
-    lengths = torch.tensor([3, 70, 0, 3, 500, 1] * 20)
-    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    order, ordered = launch.longest_first(offsets, programs=16)  # a few for each of the 2 slots
-    assert ordered and order.tolist() == torch.sort(lengths, descending=True, stable=True).indices.tolist()
-    assert not launch.longest_first(offsets, programs=2)[1]  # all run at once
-    assert not launch.longest_first(offsets, programs=1000)[1]  # so many even out
