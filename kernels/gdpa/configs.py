@@ -45,8 +45,8 @@ def forward_resident(arch: int, d: int, block_n: int) -> Config:
 
 
 def forward_waves(max_queries: int) -> int:
-    """Programs for each slot of the GPU that a launch of `forward_resident` aims for: each loads its keys, and long sequences
-    make a tail."""
+    """Programs for each slot of the GPU that a launch of `forward_resident` aims for: each loads its keys, and long
+    sequences make a tail."""
     return 4 if max_queries <= 1024 else 8
 
 
