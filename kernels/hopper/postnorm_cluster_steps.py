@@ -1,5 +1,5 @@
-"""Of the post-norm kernels whose CTAs form clusters (postnorm_resident_kernels.py, postnorm_cyclic_kernels.py): what a
-consumer does with a block of 64 rows and a CTA's columns of z, from registers, in chunks of 64 columns."""
+"""Of the post-norm kernel whose CTAs form clusters (postnorm_resident_kernels.py): what a consumer does with a block of 64
+rows and a CTA's columns of z, from registers, in chunks of 64 columns."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

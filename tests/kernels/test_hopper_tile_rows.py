@@ -92,7 +92,7 @@ def test_chunks_come_from_shared_memory_and_return_to_it(panel):
 
 
 @pytest.mark.parametrize(
-    "peers,members,columns,last", [(4, 4, 128, 128), (4, 3, 128, 40), (4, 2, 256, 8), (8, 7, 128, 104)]
+    "peers,members,columns,last", [(4, 4, 128, 128), (4, 3, 128, 40), (4, 2, 128, 8), (8, 7, 128, 104)]
 )
 @pytest.mark.parametrize("mean", [0.0, 50.0])
 def test_parts_of_a_row_are_merged(peers, members, columns, last, mean):
