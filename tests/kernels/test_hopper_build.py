@@ -53,7 +53,11 @@ def test_archive_holds_what_the_manifest_says():
 
 
 # Bytes, stores and loads, of what the whole kernel holds: a thread's number, addresses, parameters.
-SPILLS = {"attention_staged_kernels": 310, "attention_ahead_kernels": 310, "attention_turns_kernels": 1200}
+SPILLS = {
+    "attention_staged_kernels": 310,
+    "attention_ahead_kernels": 310,
+    "attention_turns_kernels": 1200,
+}
 
 
 def test_kernels_fit_the_hardware():
