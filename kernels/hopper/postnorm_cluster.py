@@ -46,6 +46,8 @@ def why_not(K: int, N: int, groups: int) -> str | None:
 def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int, form: str) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     blocks, peers = next(s for s in SHAPES if BLOCK * s[0] >= K and s[1] >= members)
+    if form == "spread" and layer and peers == 8:
+        form = "direct"
     base = launch.get(f"postnorm_{form}_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
 

@@ -99,13 +99,9 @@ def hand_back(empty, slot, owners, SPREAD: gl.constexpr):
 
 @gluon.jit
 def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT,
-           rank, members, owners, x_fetch, r_fetch, RES: gl.constexpr, ST: gl.constexpr,
+           rank, members, owners, x_fetch, r_fetch, ST: gl.constexpr,
            SPREAD: gl.constexpr):  # fmt: skip
     meet_cluster()
-    mbarrier.expect(loaded, RES * w_desc.nbytes_per_cta)
-    for block in gl.static_range(RES):  # those past K are filled with zeros
-        place = w_s.index(block).reinterpret(w_s.dtype, [4, 4, 4, 2, BK], w_desc.layout)
-        tma.async_load(w_desc, [column // 32, 0, 0, 0, block * BK], loaded, place)
     slot = 0
     phase = 1
     for tile in range(first, tiles, step):
@@ -113,6 +109,10 @@ def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, c
         if group == 0:
             fetch_ahead(residual_ptr, tile + step, M, r_fetch)
         for k in range(KT):
+            if tile == first:
+                place = w_s.index(k).reinterpret(w_s.dtype, [4, 4, 4, 2, BK], w_desc.layout)
+                mbarrier.expect(loaded.index(k), w_desc.nbytes_per_cta)
+                tma.async_load(w_desc, [column // 32, 0, 0, 0, k * BK], loaded.index(k), place)
             bar = full.index(slot)
             if SPREAD:
                 mine = (slot & (owners - 1)) == rank
@@ -137,26 +137,28 @@ def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, c
 
 
 @gluon.jit
-def multiply(x_s, w_s, full, turn, slot, phase, k, KT, acc, FIRST: gl.constexpr):
+def multiply(x_s, w_s, full, loaded, follow, slot, phase, k, KT, turn, acc, FIRST: gl.constexpr):
     """One k-block. Passes the turn on when the last slot has been seen."""
+    if turn == 0:
+        mbarrier.wait(loaded.index(k), 0)
     mbarrier.wait(full.index(slot), phase)
-    release(turn, k == KT - 1)
+    release(follow, k == KT - 1)
     w = w_s.index(k).permute((1, 0))
     return warpgroup_mma(x_s.index(slot), w, acc, use_acc=not FIRST, is_async=True)
 
 
 @gluon.jit
-def product(x_s, w_s, full, empty, following, residual_ptr, r_pitch, row, end, column, width, step0, KT,
+def product(x_s, w_s, full, empty, loaded, turn, following, residual_ptr, r_pitch, row, end, column, width, step0, KT,
             owners, ST: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
     """A block of x times the CTA's part of W, and rows of the residual before `end`, which come under the last product."""
     slot = step0 % ST
     phase = (step0 // ST) & 1
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
-    acc = multiply(x_s, w_s, full, following, slot, phase, 0, KT, acc, True)
+    acc = multiply(x_s, w_s, full, loaded, following, slot, phase, 0, KT, turn, acc, True)
     acc = warpgroup_mma_wait(1, deps=(acc,))  # for none
     slot, phase = advance(slot, phase, ST)
     for k in range(1, KT):
-        acc = multiply(x_s, w_s, full, following, slot, phase, k, KT, acc, False)
+        acc = multiply(x_s, w_s, full, loaded, following, slot, phase, k, KT, turn, acc, False)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         hand_back(empty, gl.where(slot == 0, ST - 1, slot - 1), owners, SPREAD)
         slot, phase = advance(slot, phase, ST)
@@ -176,14 +178,13 @@ def consumer(y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, 
     width = gl.minimum(N - rank * COLUMNS, COLUMNS)
     inverse = 1.0 / N.to(gl.float32)
     last = (N - (members - 1) * COLUMNS).to(gl.float32)  # columns of the last CTA
-    mbarrier.wait(loaded, 0)
     count = W  # blocks of the CTA before this one
     turn = 0  # blocks of this consumer
     for tile in range(first + W * step, tiles, CONSUMERS * step):
         row = tile * ROWS
         mbarrier.wait(turns.index(W), (turn & 1) ^ (1 if W == 0 else 0))
-        acc, more = product(x_s, w_s, full, empty, turns.index((W + 1) % CONSUMERS), residual_ptr, r_pitch, row,
-                            gl.where((form & BEFORE) != 0, M, 0), column, width, count * KT, KT, owners, ST,
+        acc, more = product(x_s, w_s, full, empty, loaded, turn, turns.index((W + 1) % CONSUMERS), residual_ptr, r_pitch,
+                            row, gl.where((form & BEFORE) != 0, M, 0), column, width, count * KT, KT, owners, ST,
                             SPREAD)  # fmt: skip
         at = 2 * W + (turn & 1)
         acc, mean, square = begin(acc, more, vectors, width, messages.index(at), arrived.index(at), rank, members, form,
@@ -259,14 +260,15 @@ def postnorm_direct_kernel(
     vectors = gl.allocate_shared_memory(gl.float32, [3, COLUMNS], FLAT)
     full = mbarrier.allocate_mbarrier(batch=ST)
     empty = mbarrier.allocate_mbarrier(batch=ST)
-    loaded = mbarrier.allocate_mbarrier()
+    loaded = mbarrier.allocate_mbarrier(batch=RES)
     turns = mbarrier.allocate_mbarrier(batch=CONSUMERS)
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS)
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=1)
         args = [own_address(empty.index(i)), (4 * members if SPREAD else 4)]  # a consumer's warps in all CTAs
         gl.inline_asm(_initialise, "r,r,~{memory}", args, (), is_pure=False)
-    mbarrier.init(loaded, count=1)
+    for i in gl.static_range(RES):
+        mbarrier.init(loaded.index(i), count=1)
     for i in gl.static_range(CONSUMERS):
         mbarrier.init(turns.index(i), count=4)
     for i in gl.static_range(2 * CONSUMERS):
@@ -287,7 +289,7 @@ def postnorm_direct_kernel(
                     mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, owners, N, first, step, tiles, M, KT, groups,
                     form, eps, gl.constexpr(2), NORM, ST, PEERS, SPREAD)),
         (loader, (x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, column, group, first, step, tiles, M,
-                  KT, rank, members, owners, x_fetch, r_fetch, RES, ST,
+                  KT, rank, members, owners, x_fetch, r_fetch, ST,
                   SPREAD)),
     ], [4, 4, 4], [160, 160, 32])  # fmt: skip
 
@@ -314,4 +316,5 @@ VARIANTS = [
     for n in ("rms", "layer")
     for shape in SHAPES
     for spread in (False, True)
+    if not (spread and n == "layer" and shape[2] == 8)  # would spill
 ]
