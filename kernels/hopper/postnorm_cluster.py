@@ -1,5 +1,5 @@
 """linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread (kernels
-in postnorm_resident_kernels.py)."""
+in postnorm_direct_kernels.py)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ COLUMNS = 128  # of a CTA
 SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))  # k-blocks of W and CTAs at most, as shared memory bounds them
 MAX_K = BLOCK * SHAPES[-1][0]
 MAX_FEATURES = COLUMNS * SHAPES[-1][1]  # of a norm; 8 CTAs are the largest cluster that every device runs
-FORM = "direct"  # of the kernel: resident, direct or spread
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
 _HAT, _SUM, _AFTER, _SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
 
@@ -43,12 +42,10 @@ def why_not(K: int, N: int, groups: int) -> str | None:
 
 
 @functools.cache
-def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int, form: str) -> launch.Kernel:
+def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     blocks, peers = next(s for s in SHAPES if BLOCK * s[0] >= K and s[1] >= members)
-    if form == "spread" and layer and peers == 8:
-        form = "direct"
-    base = launch.get(f"postnorm_{form}_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
+    base = launch.get(f"postnorm_direct_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
 
 
@@ -78,7 +75,7 @@ def forward(
     x, weight = tma_ready(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
     members = -(-N // groups // COLUMNS)
-    kernel = kernel_for(x.dtype, layer, K, members, FORM)
+    kernel = kernel_for(x.dtype, layer, K, members)
     clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
     y = x.new_empty(M, N)
     side = torch.empty_like(y) if write_z or write_hat else None
@@ -90,20 +87,13 @@ def forward(
     form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
     if residual is not None:
         form += {"before": _BEFORE, "after": _AFTER}[str(position)]
-    gapless = x.stride(0) == K
-    fetched = ROWS * K * x.element_size() if gapless else 0
-    other = y if side is None else side
     pitch = 0 if residual is None else residual.stride(0)
-    if FORM == "resident":
-        matrices = (x, weight, y, other, x, residual)
-        pointers = (*vectors, mean, rstd, pitch)
-        sizes = (M, N // groups, -(-K // BLOCK), members, groups, fetched)
-    else:
-        matrices = (x, quads(weight), x, y, other, residual)
-        pointers = (*vectors, mean, rstd, N, pitch)
-        also = ROWS * N * x.element_size() if pitch == N else 0
-        sizes = (M, N // groups, -(-K // BLOCK), members, groups, fetched, also)
-    kernel(members * clusters, *matrices, *pointers, *sizes, *kinds, form, eps)
+    fetched = [
+        ROWS * width * x.element_size() if gapless else 0 for width, gapless in ((K, x.stride(0) == K), (N, pitch == N))
+    ]
+    tensors = (x, quads(weight), x, y, y if side is None else side, residual, *vectors, mean, rstd)
+    sizes = (N, pitch, M, N // groups, -(-K // BLOCK), members, groups, *fetched)
+    kernel(members * clusters, *tensors, *sizes, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 
 

@@ -31,7 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from .attention_backward_common import meet_cluster
 from .attention_blocks import FLAT
-from .attention_exchange import MESSAGE, own_address
+from .attention_exchange import MESSAGE
 from .postnorm_cluster_exchange import release
 from .postnorm_direct_steps import AFTER, BEFORE, COLUMNS, ROWS, begin, finish, load_vectors, standardise
 from .postnorm_multiply import accumulator, advance
@@ -63,44 +63,9 @@ def fetch_ahead(ptr, ahead, M, size):
         gl.inline_asm(_fetch, "l,r", [at, size], (), is_pure=False)
 
 
-@gluon.constexpr_function
-def _spread(outputs, inputs):
-    """One thread has a tile of x copied to all CTAs of the cluster; x_desc is the kernel's first parameter."""
-    (place,), (bar,), (row,), (column,), (members,) = inputs
-    return f"""{{ .reg .pred p, e; .reg .b32 t; .reg .b16 m; .reg .b64 d;
-    mov.u32 t, %tid.x; and.b32 t, t, 127; setp.lt.u32 p, t, 32;
-    bar.warp.sync 0xffffffff;
-    elect.sync _|e, 0xffffffff; and.pred p, p, e;
-    mov.b32 t, 1; shl.b32 t, t, {members}; add.u32 t, t, -1; cvt.u16.u32 m, t;
-    mov.b64 d, postnorm_direct_kernel_param_0; cvta.param.u64 d, d;
-    @p cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [{place}],
-        [d, {{{column}, {row}}}], [{bar}], m; }}"""
-
-
-@gluon.constexpr_function
-def _hand_back(outputs, inputs):
-    (bar,), (owner,) = inputs
-    return f"""{{ .reg .pred p; .reg .b32 to;
-    bar.warp.sync 0xffffffff;
-    elect.sync _|p, 0xffffffff;
-    mapa.shared::cluster.u32 to, {bar}, {owner};
-    @p mbarrier.arrive.shared::cluster.b64 _, [to]; }}"""
-
-
-@gluon.jit
-def hand_back(empty, slot, owners, SPREAD: gl.constexpr):
-    """Once per warp, to the CTA that fills this slot in all CTAs."""
-    if SPREAD:
-        args = [own_address(empty.index(slot)), slot & (owners - 1)]
-        gl.inline_asm(_hand_back, "r,r,~{memory}", args, (), is_pure=False)
-    else:
-        release(empty.index(slot), True)
-
-
 @gluon.jit
 def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT,
-           rank, members, owners, x_fetch, r_fetch, ST: gl.constexpr,
-           SPREAD: gl.constexpr):  # fmt: skip
+           x_fetch, r_fetch, ST: gl.constexpr):  # fmt: skip
     meet_cluster()
     slot = 0
     phase = 1
@@ -114,23 +79,10 @@ def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, c
                 mbarrier.expect(loaded.index(k), w_desc.nbytes_per_cta)
                 tma.async_load(w_desc, [column // 32, 0, 0, 0, k * BK], loaded.index(k), place)
             bar = full.index(slot)
-            if SPREAD:
-                mine = (slot & (owners - 1)) == rank
-                if mine:
-                    mbarrier.wait(empty.index(slot), phase)
-                else:  # all of the bytes of the slot's use before have come
-                    mbarrier.wait(bar, phase)
-                mbarrier.expect(bar, x_desc.nbytes_per_cta)
-                if mine:
-                    args = [own_address(x_s.index(slot)), own_address(bar), tile * ROWS, k * BK, members]
-                    gl.inline_asm(_spread, "r,r,r,r,r,~{memory}", args, (), is_pure=False)
-            else:
-                mbarrier.wait(empty.index(slot), phase)
-                mbarrier.expect(bar, x_desc.nbytes_per_cta)
-                tma.async_load(x_desc, [tile * ROWS, k * BK], bar, x_s.index(slot))
+            mbarrier.wait(empty.index(slot), phase)
+            mbarrier.expect(bar, x_desc.nbytes_per_cta)
+            tma.async_load(x_desc, [tile * ROWS, k * BK], bar, x_s.index(slot))
             slot, phase = advance(slot, phase, ST)
-    if SPREAD:  # nobody ends while another CTA may still hand it a slot
-        meet_cluster()
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------
@@ -149,7 +101,7 @@ def multiply(x_s, w_s, full, loaded, follow, slot, phase, k, KT, turn, acc, FIRS
 
 @gluon.jit
 def product(x_s, w_s, full, empty, loaded, turn, following, residual_ptr, r_pitch, row, end, column, width, step0, KT,
-            owners, ST: gl.constexpr, SPREAD: gl.constexpr):  # fmt: skip
+            ST: gl.constexpr):  # fmt: skip
     """A block of x times the CTA's part of W, and rows of the residual before `end`, which come under the last product."""
     slot = step0 % ST
     phase = (step0 // ST) & 1
@@ -160,19 +112,18 @@ def product(x_s, w_s, full, empty, loaded, turn, following, residual_ptr, r_pitc
     for k in range(1, KT):
         acc = multiply(x_s, w_s, full, loaded, following, slot, phase, k, KT, turn, acc, False)
         acc = warpgroup_mma_wait(1, deps=(acc,))
-        hand_back(empty, gl.where(slot == 0, ST - 1, slot - 1), owners, SPREAD)
+        release(empty.index(gl.where(slot == 0, ST - 1, slot - 1)), True)
         slot, phase = advance(slot, phase, ST)
     more = load_rows(residual_ptr, r_pitch, row, end, column, width)
     acc = warpgroup_mma_wait(0, deps=(acc,))
-    hand_back(empty, gl.where(slot == 0, ST - 1, slot - 1), owners, SPREAD)
+    release(empty.index(gl.where(slot == 0, ST - 1, slot - 1)), True)
     return acc, more
 
 
 @gluon.jit
 def consumer(y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr, mean_ptr,
-             rstd_ptr, pitch, r_pitch, column, rank, members, owners, N, first, step, tiles, M, KT, groups,
-             form, eps, W: gl.constexpr, NORM: gl.constexpr, ST: gl.constexpr, PEERS: gl.constexpr,
-             SPREAD: gl.constexpr):  # fmt: skip
+             rstd_ptr, pitch, r_pitch, column, rank, members, N, first, step, tiles, M, KT, groups, form,
+             eps, W: gl.constexpr, NORM: gl.constexpr, ST: gl.constexpr, PEERS: gl.constexpr):  # fmt: skip
     meet_cluster()
     dtype: gl.constexpr = x_s.dtype
     width = gl.minimum(N - rank * COLUMNS, COLUMNS)
@@ -184,8 +135,7 @@ def consumer(y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, 
         row = tile * ROWS
         mbarrier.wait(turns.index(W), (turn & 1) ^ (1 if W == 0 else 0))
         acc, more = product(x_s, w_s, full, empty, loaded, turn, turns.index((W + 1) % CONSUMERS), residual_ptr, r_pitch,
-                            row, gl.where((form & BEFORE) != 0, M, 0), column, width, count * KT, KT, owners, ST,
-                            SPREAD)  # fmt: skip
+                            row, gl.where((form & BEFORE) != 0, M, 0), column, width, count * KT, KT, ST)  # fmt: skip
         at = 2 * W + (turn & 1)
         acc, mean, square = begin(acc, more, vectors, width, messages.index(at), arrived.index(at), rank, members, form,
                                   NORM, dtype)  # fmt: skip
@@ -196,16 +146,6 @@ def consumer(y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, 
         finish(acc, more, vectors, y_ptr, pitch, row, M, column, width, form, dtype)
         count += CONSUMERS
         turn += 1
-    if SPREAD:
-        meet_cluster()
-
-
-@gluon.constexpr_function
-def _initialise(outputs, inputs):
-    """A barrier for a number of arrivals that is known at launch."""
-    (bar,), (count,) = inputs
-    return f"""{{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;
-    @p mbarrier.init.shared::cta.b64 [{bar}], {count}; }}"""
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -242,7 +182,6 @@ def postnorm_direct_kernel(
     RES: gl.constexpr,  # k-blocks of W that there is room for
     ST: gl.constexpr,  # slots of x
     PEERS: gl.constexpr,  # most CTAs of a cluster
-    SPREAD: gl.constexpr,  # each tile of x is read once per cluster
 ):
     dtype: gl.constexpr = x_desc.dtype
     cluster = gl.program_id(0) // members
@@ -251,7 +190,6 @@ def postnorm_direct_kernel(
     group = cluster - first * groups
     step = gl.num_programs(0) // (members * groups)
     tiles = (M + ROWS - 1) // ROWS
-    owners = gl.where(members >= 4, 4, gl.where(members >= 2, 2, 1))  # CTAs that fill slots of x
     column = group * N + rank * COLUMNS
     width = gl.minimum(N - rank * COLUMNS, COLUMNS)
     x_s = gl.allocate_shared_memory(dtype, [ST, ROWS, BK], x_desc.layout)
@@ -265,8 +203,7 @@ def postnorm_direct_kernel(
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS)
     for i in gl.static_range(ST):
         mbarrier.init(full.index(i), count=1)
-        args = [own_address(empty.index(i)), (4 * members if SPREAD else 4)]  # a consumer's warps in all CTAs
-        gl.inline_asm(_initialise, "r,r,~{memory}", args, (), is_pure=False)
+        mbarrier.init(empty.index(i), count=4)  # a consumer's warps
     for i in gl.static_range(RES):
         mbarrier.init(loaded.index(i), count=1)
     for i in gl.static_range(CONSUMERS):
@@ -280,17 +217,16 @@ def postnorm_direct_kernel(
     rstd_ptr += group
     gl.warp_specialize([
         (consumer, (y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr,
-                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, owners, N, first, step, tiles, M, KT, groups,
-                    form, eps, gl.constexpr(0), NORM, ST, PEERS, SPREAD)),
+                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, N, first, step, tiles, M, KT, groups,
+                    form, eps, gl.constexpr(0), NORM, ST, PEERS)),
         (consumer, (y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr,
-                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, owners, N, first, step, tiles, M, KT, groups,
-                    form, eps, gl.constexpr(1), NORM, ST, PEERS, SPREAD)),
+                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, N, first, step, tiles, M, KT, groups,
+                    form, eps, gl.constexpr(1), NORM, ST, PEERS)),
         (consumer, (y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr,
-                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, owners, N, first, step, tiles, M, KT, groups,
-                    form, eps, gl.constexpr(2), NORM, ST, PEERS, SPREAD)),
+                    mean_ptr, rstd_ptr, pitch, r_pitch, column, rank, members, N, first, step, tiles, M, KT, groups,
+                    form, eps, gl.constexpr(2), NORM, ST, PEERS)),
         (loader, (x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, column, group, first, step, tiles, M,
-                  KT, rank, members, owners, x_fetch, r_fetch, ST,
-                  SPREAD)),
+                  KT, x_fetch, r_fetch, ST)),
     ], [4, 4, 4], [160, 160, 32])  # fmt: skip
 
 
@@ -298,23 +234,15 @@ def postnorm_direct_kernel(
 SHAPES = [(4, 15, 4), (6, 12, 4), (8, 10, 4), (8, 9, 8)]
 
 
-def _variant(dtype, norm, resident, slots, peers, spread):
+def _variant(dtype, norm, resident, slots, peers):
     args = {"x_desc": Tile(dtype, (64, 64)), "w_desc": Tile(dtype, (4, 4, 4, 2, 64))}
     args |= {f"{name}_ptr": f"*{dtype}:16" for name in ("x", "y", "side", "residual")}
     args |= dict.fromkeys("bias_ptr gamma_ptr beta_ptr".split(), "*fp32:16")
     args |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "pitch": "i64:8", "r_pitch": "i64:8"}
     args |= dict.fromkeys("M N KT members groups x_fetch r_fetch bias_kind gamma_kind beta_kind form".split(), "i32")
     args |= {"N": "i32:8", "x_fetch": "i32:16", "r_fetch": "i32:16", "eps": "fp32"}
-    args |= {"NORM": {"rms": 1, "layer": 2}[norm], "RES": resident, "ST": slots, "PEERS": peers, "SPREAD": spread}
-    name = f"postnorm_{'spread' if spread else 'direct'}_{norm}_{dtype}_{resident}_{peers}"
-    return Variant(name, postnorm_direct_kernel, args, maxnreg=128)
+    args |= {"NORM": {"rms": 1, "layer": 2}[norm], "RES": resident, "ST": slots, "PEERS": peers}
+    return Variant(f"postnorm_direct_{norm}_{dtype}_{resident}_{peers}", postnorm_direct_kernel, args, maxnreg=128)
 
 
-VARIANTS = [
-    _variant(d, n, *shape, spread)
-    for d in ("bf16", "fp16")
-    for n in ("rms", "layer")
-    for shape in SHAPES
-    for spread in (False, True)
-    if not (spread and n == "layer" and shape[2] == 8)  # would spill
-]
+VARIANTS = [_variant(d, n, *shape) for d in ("bf16", "fp16") for n in ("rms", "layer") for shape in SHAPES]

@@ -102,14 +102,12 @@ def test_what_the_kernels_get_where_w_streams(norm, dtype, K, N, calls):
     assert box["w_desc"] == [postnorm.COLUMNS, 64] and box["x_desc"] == [64, 64]
 
 
-@pytest.mark.parametrize("form", ["resident", "direct", "spread"])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
     [(8, 8, 1, "bf16_4_4", 1), (264, 384, 1, "bf16_6_4", 3), (512, 1024, 2, "bf16_8_4", 4), (512, 1000, 1, "bf16_8_8", 8)],
 )  # fmt: skip
-def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, form, calls, monkeypatch):
-    monkeypatch.setattr(postnorm_cluster, "FORM", form)
+def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, calls):
     x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
     gamma = torch.randn(N)
     out = postnorm_cluster.forward(
@@ -117,9 +115,7 @@ def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, form,
         write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    if kernel.endswith("8_8") and form == "spread" and norm == "layer":
-        form = "direct"
-    assert found.name == f"postnorm_{form}_{norm}_{kernel}" and found.entry["cluster"] == members and not options
+    assert found.name == f"postnorm_direct_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
     for parameter, a in zip(found.entry["params"], args):
@@ -131,12 +127,12 @@ def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, form,
             assert isinstance(a, (int, float)), parameter
     named = dict(zip((x["name"] for x in found.entry["params"]), args))
     assert (named["M"], named["N"], named["KT"], named["members"]) == (70, N // groups, -(-K // 64), members)
-    kind = "desc" if form == "resident" else "ptr"
-    assert named[f"side_{kind}"] is out.hat and named[f"y_{kind}"] is out.y and out.z is None
+    assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and out.z is None
     assert (named["bias_kind"], named["gamma_kind"], named["beta_kind"]) == (0, 2, 0) and named["form"] == 1 + 8 + 16
     assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
     assert (
-        named["fetch" if form == "resident" else "x_fetch"] == 128 * K
+        named["x_fetch"] == 128 * K
+        and named["r_fetch"] == 128 * N
         and named["r_pitch"] == N
         and named["residual_ptr"] is not None
     )
