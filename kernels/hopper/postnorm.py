@@ -1,9 +1,7 @@
-"""Technique `cluster` of linear_norm on Hopper: a row of the result spread over a group of CTAs (kernels in
-postnorm_kernels.py)."""
+"""Technique `cluster` of linear_norm on Hopper: a row of the result spread over several CTAs, which are a cluster and hold W
+(postnorm_cluster.py), or a group that W streams through (kernels in postnorm_kernels.py)."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +15,11 @@ from recsys_norm.ops.problem import Problem, Tensors
 
 TILE_ROWS = 128
 MAX_GROUP = 8  # CTAs that share a row
-WIDE = 256  # columns per CTA where W streams through shared memory
-NARROW = 128  # columns per CTA where its slice of W stays in shared memory
-RESIDENT_K = (256, 384)  # longest rows of W of which 128 stay in shared memory, and leave room for enough stages
-RESIDENT_GROUP = 4  # CTAs that share a row there
-MAX_FEATURES = MAX_GROUP * WIDE
+COLUMNS = 256  # of a CTA
+MAX_FEATURES = MAX_GROUP * COLUMNS
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in postnorm_kernels.py
 _HAT, _SUM, _AFTER, _SAVE = 1, 2, 4, 8  # bits of `form`, likewise
 _MESSAGES = 4 * 64  # per CTA: two slots for each warpgroup, 64 rows each
-
-
-class Plan(NamedTuple):
-    columns: int  # per CTA
-    resident: int  # k-blocks of 64 of W that stay in shared memory, 0: W streams
 
 
 class Cluster:
@@ -79,18 +69,6 @@ class Cluster:
         return Separate().backward(problem, saved, grads, needs)
 
 
-def plan(K: int, N: int) -> Plan:
-    """How W is held, and how many columns a CTA has."""
-    if N <= RESIDENT_GROUP * NARROW and K <= RESIDENT_K[-1]:
-        return Plan(NARROW, next(k for k in RESIDENT_K if k >= K) // 64)
-    return Plan(WIDE, 0)
-
-
-def kernel_name(dtype: str, layer: bool, plan: Plan) -> str:
-    shape = f"resident{plan.resident}" if plan.resident else "stream"
-    return f"postnorm_{'layer' if layer else 'rms'}_{dtype}_{plan.columns}_{shape}"
-
-
 def forward(
     x: Tensor,  # [M, K], bf16 or fp16, row stride a multiple of 8
     weight: Tensor,  # [N, K] contiguous
@@ -105,13 +83,11 @@ def forward(
     write_z: bool = False,
     write_hat: bool = False,
     saves: bool = True,
-    config: Plan | None = None,  # instead of the shipped one, for tuning
 ) -> Result:
-    """y, z if asked for, zhat if asked for, mean relative to the row's first value (layer norm only) and rstd."""
+    """y, z if asked for, zhat if asked for, mean relative to the row's first value (layer norm only) and rstd; W streams."""
     x, weight = aligned(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
-    config = config or plan(K, N)
-    members, blocks = -(-N // config.columns), -(-M // TILE_ROWS)
+    members, blocks = -(-N // COLUMNS), -(-M // TILE_ROWS)
     groups = min(launch.multiprocessors(x.device) // members, blocks)
     y = x.new_empty(M, N)
     side = torch.empty_like(y) if write_z or write_hat else None
@@ -122,7 +98,7 @@ def forward(
     vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
     kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
     form = _HAT * write_hat + _SUM * write_z + _AFTER * after + _SAVE * saves
-    kernel = launch.get(kernel_name(NAMES[x.dtype], layer, config))
+    kernel = launch.get(f"postnorm_stream_{'layer' if layer else 'rms'}_{NAMES[x.dtype]}")
     kernel(
         members * groups,
         *(x, weight, residual if before else y, y, y if side is None else side),

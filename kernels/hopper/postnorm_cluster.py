@@ -1,5 +1,5 @@
-"""linear_norm on Hopper with a row of the result spread over a cluster of CTAs: with W in shared memory (kernels in
-postnorm_resident_kernels.py), or streaming through it (postnorm_cyclic_kernels.py)."""
+"""linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread (kernels
+in postnorm_direct_kernels.py)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from recsys_norm.kernels.hopper import launch
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
 ROWS, BLOCK = 64, 64  # of a block, k-block
-RESIDENT_COLUMNS, CYCLIC_COLUMNS = 128, 256  # of a CTA
-# k-blocks of W and CTAs at most of the kernels with W in shared memory. What a CTA holds is bounded by that memory.
-RESIDENT_SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))
-RESIDENT_K = BLOCK * RESIDENT_SHAPES[-1][0]
-MAX_FEATURES = 1024  # of a norm: 8 CTAs, a portable cluster, with 128 columns each, or 4 with 256
+COLUMNS = 128  # of a CTA
+SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))  # k-blocks of W and CTAs at most, as shared memory bounds them
+MAX_K = BLOCK * SHAPES[-1][0]
+MAX_FEATURES = COLUMNS * SHAPES[-1][1]  # of a norm; 8 CTAs are the largest cluster that every device runs
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
 _HAT, _SUM, _AFTER, _SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
 
@@ -33,24 +32,20 @@ class Result(NamedTuple):
 def why_not(K: int, N: int, groups: int) -> str | None:
     """N: all out-features. Each of several groups begins with a CTA's first column."""
     width = N // groups
-    if K > RESIDENT_K:
-        return f"it holds {RESIDENT_K} in-features in shared memory and there are {K}"
+    if K > MAX_K:
+        return f"it holds {MAX_K} in-features in shared memory and there are {K}"
     if width > MAX_FEATURES:
         return f"a cluster holds {MAX_FEATURES} out-features of a norm and there are {width}"
-    if groups > 1 and width % RESIDENT_COLUMNS:
-        return f"it takes groups of multiples of {RESIDENT_COLUMNS} out-features, not of {width}"
+    if groups > 1 and width % COLUMNS:
+        return f"it takes groups of multiples of {COLUMNS} out-features, not of {width}"
     return None
 
 
 @functools.cache
 def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
-    norm = f"{'layer' if layer else 'rms'}_{NAMES[dtype]}"
-    if K > RESIDENT_K:
-        base = launch.get(f"postnorm_cyclic_{norm}")
-    else:
-        blocks, peers = next(s for s in RESIDENT_SHAPES if BLOCK * s[0] >= K and s[1] >= members)
-        base = launch.get(f"postnorm_resident_{norm}_{blocks}_{peers}")
+    blocks, peers = next(s for s in SHAPES if BLOCK * s[0] >= K and s[1] >= members)
+    base = launch.get(f"postnorm_direct_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
 
 
@@ -79,8 +74,7 @@ def forward(
     two [M * groups]."""
     x, weight = tma_ready(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
-    resident = K <= RESIDENT_K
-    members = -(-N // groups // (RESIDENT_COLUMNS if resident else CYCLIC_COLUMNS))
+    members = -(-N // groups // COLUMNS)
     kernel = kernel_for(x.dtype, layer, K, members)
     clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
     y = x.new_empty(M, N)
@@ -93,13 +87,19 @@ def forward(
     form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
     if residual is not None:
         form += {"before": _BEFORE, "after": _AFTER}[str(position)]
-    matrices = (x, weight, y, y if side is None else side)
-    pointers = (residual, *vectors, mean, rstd, 0 if residual is None else residual.stride(0))
-    sizes = (M, N // groups, -(-K // BLOCK), members)
-    if resident:
-        gapless = x.stride(0) == K
-        fetched = ROWS * K * x.element_size() if gapless else 0
-        kernel(members * clusters, *matrices, x, *pointers, *sizes, groups, fetched, *kinds, form, eps)
-    else:
-        kernel(members * clusters, *matrices, *pointers, *sizes, *kinds, form, eps)
+    pitch = 0 if residual is None else residual.stride(0)
+    fetched = [
+        ROWS * width * x.element_size() if gapless else 0 for width, gapless in ((K, x.stride(0) == K), (N, pitch == N))
+    ]
+    tensors = (x, quads(weight), x, y, y if side is None else side, residual, *vectors, mean, rstd)
+    sizes = (N, pitch, M, N // groups, -(-K // BLOCK), members, groups, *fetched)
+    kernel(members * clusters, *tensors, *sizes, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
+
+
+def quads(weight: Tensor) -> Tensor:
+    """[N / 32, 4, 4, 2, K] with row 32 J + 8 q + 2 i + e of W at [J, i, q, e]: a view, where 32 divides N."""
+    N, K = weight.shape
+    if N % 32:
+        weight = torch.nn.functional.pad(weight, (0, 0, 0, -N % 32))
+    return weight.view(-1, 4, 4, 2, K).transpose(1, 2)

@@ -1,4 +1,4 @@
-"""Of the post-norm kernels whose CTAs form clusters (postnorm_cluster_steps.py): statistics of whole rows from the
+"""Of the post-norm kernels whose CTAs form clusters (postnorm_direct_steps.py): statistics of whole rows from the
 messages of attention_exchange.py, slots handed back, and where the CTAs meet.
 
 Inline assembly gets addresses of shared memory as those of the cluster's first CTA: hence `own_address`.

@@ -1,4 +1,5 @@
-"""GEMM and row norm in one kernel, a row of the result spread over a group of CTAs (`cluster` of linear_norm).
+"""GEMM and row norm in one kernel, a row of the result spread over a group of CTAs (`cluster` of linear_norm, where W
+streams through shared memory).
 
     z = x W^T + bias (+ residual);  hat = rstd * (z - mean);  y = gamma * hat + beta (+ residual)
 
@@ -7,8 +8,8 @@ with its group. Partitions of a CTA, each a function below:
 
     multiply (twice)   4 warps, 64 rows each: main loop, bias, statistics of its columns, z to shared memory in 16 bits
     gather             1 warp: statistics of whole rows from the group's messages
-    normalise          2 or 4 warps: y (and zhat or z) to memory, in strips of 16 rows per warp
-    load_operands      1 warp: tiles of x, and of W unless W's slice stays in shared memory (RES > 0)
+    normalise          2 warps: y (and zhat or z) to memory, in strips of 16 rows per warp
+    load_operands      1 warp: tiles of x and W
 
 `multiply` goes on with its next tile as soon as z is in shared memory, so the exchange, the norm and the stores run
 under the main loops of both warpgroups. The group talks through L2 (postnorm_messages.py), not through a cluster's
@@ -54,9 +55,8 @@ def load_vector(
 @gluon.jit(do_not_specialize=["M", "N", "KT", "NC", "groups"])
 def postnorm_kernel(x_desc, w_desc, r_desc, y_desc, side_desc, bias_ptr, gamma_ptr, beta_ptr, mean_ptr, rstd_ptr,
                     after_ptr, space, after_pitch, M, N, KT, NC, groups, bias_kind, gamma_kind, beta_kind,
-                    before, form, eps,
-                    NORM: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, RES: gl.constexpr, SR: gl.constexpr,
-                    PEERS: gl.constexpr, GATHERS: gl.constexpr):  # fmt: skip
+                    before, form, eps, NORM: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, SR: gl.constexpr,
+                    PEERS: gl.constexpr):  # fmt: skip
     NCH: gl.constexpr = BN // CHUNK
     dtype: gl.constexpr = x_desc.dtype
     pid = gl.program_id(0)
@@ -65,7 +65,7 @@ def postnorm_kernel(x_desc, w_desc, r_desc, y_desc, side_desc, bias_ptr, gamma_p
     tiles = (M + BM - 1) // BM
     width = gl.minimum(N - rank * BN, BN)
     x_s = gl.allocate_shared_memory(dtype, [2 * ST, HALF, BK], x_desc.layout)
-    w_s = gl.allocate_shared_memory(dtype, [RES if RES > 0 else ST, BN, BK], w_desc.layout)
+    w_s = gl.allocate_shared_memory(dtype, [ST, BN, BK], w_desc.layout)
     z_s = gl.allocate_shared_memory(dtype, [2 * NCH, HALF, CHUNK], y_desc.layout)
     strips_s = z_s.reinterpret(dtype, [2 * NCH * (HALF // SR), SR, CHUNK], y_desc.layout)
     stats_s = gl.allocate_shared_memory(gl.float32, [8, 32], VECTOR)  # per warpgroup rstd, mean
@@ -76,7 +76,6 @@ def postnorm_kernel(x_desc, w_desc, r_desc, y_desc, side_desc, bias_ptr, gamma_p
     full = mbarrier.allocate_mbarrier(batch=ST)
     empty0 = mbarrier.allocate_mbarrier(batch=ST)
     empty1 = mbarrier.allocate_mbarrier(batch=ST)
-    resident = mbarrier.allocate_mbarrier()
     z_full = mbarrier.allocate_mbarrier(batch=2)
     z_free = mbarrier.allocate_mbarrier(batch=2)
     s_full = mbarrier.allocate_mbarrier(batch=2)
@@ -85,7 +84,6 @@ def postnorm_kernel(x_desc, w_desc, r_desc, y_desc, side_desc, bias_ptr, gamma_p
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty0.index(i), count=1)
         mbarrier.init(empty1.index(i), count=1)
-    mbarrier.init(resident, count=1)
     for i in gl.static_range(2):
         mbarrier.init(z_full.index(i), count=1)
         mbarrier.init(z_free.index(i), count=1)
@@ -96,65 +94,31 @@ def postnorm_kernel(x_desc, w_desc, r_desc, y_desc, side_desc, bias_ptr, gamma_p
     load_vector(beta_ptr, beta_kind, 0.0, rank * BN, N, beta_s, dtype, BN, True)
     gl.barrier()
     has_bias = bias_kind != ABSENT
-    if GATHERS == 1:
-        gl.warp_specialize([
-            (multiply, (x_s, w_s, z_s, bias_s, full, empty0, empty0, resident, z_full, z_free, r_full, space, group,
-                        rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(0), NORM, BN, ST, RES)),
-            (multiply, (x_s, w_s, z_s, bias_s, full, empty1, empty0, resident, z_full, z_free, r_full, space, group,
-                        rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(1), NORM, BN, ST, RES)),
-            (normalise, (y_desc, side_desc, r_desc, strips_s, strip_stats_s, gamma_s, beta_s, z_full, s_full, z_free,
-                         r_full, space, mean_ptr, rstd_ptr, after_ptr, after_pitch, group, rank, M, N, groups, tiles,
-                         before, form, NORM, BN, SR)),
-            (gather, (stats_s, s_full, z_free, space, group, NC, N, groups, tiles, eps, 0, 2, NORM, BN, PEERS)),
-            (load_operands, (x_desc, w_desc, x_s, w_s, full, empty0, empty1, resident, rank, group, groups, tiles, KT,
-                             BN, ST, RES)),
-        ], [4, SR // 16, 1, 1])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (multiply, (x_s, w_s, z_s, bias_s, full, empty0, empty0, resident, z_full, z_free, r_full, space, group,
-                        rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(0), NORM, BN, ST, RES)),
-            (multiply, (x_s, w_s, z_s, bias_s, full, empty1, empty0, resident, z_full, z_free, r_full, space, group,
-                        rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(1), NORM, BN, ST, RES)),
-            (normalise, (y_desc, side_desc, r_desc, strips_s, strip_stats_s, gamma_s, beta_s, z_full, s_full, z_free,
-                         r_full, space, mean_ptr, rstd_ptr, after_ptr, after_pitch, group, rank, M, N, groups, tiles,
-                         before, form, NORM, BN, SR)),
-            (gather, (stats_s, s_full, z_free, space, group, NC, N, groups, tiles, eps, 0, 1, NORM, BN, PEERS)),
-            (gather, (stats_s, s_full, z_free, space, group, NC, N, groups, tiles, eps, 1, 2, NORM, BN, PEERS)),
-            (load_operands, (x_desc, w_desc, x_s, w_s, full, empty0, empty1, resident, rank, group, groups, tiles, KT,
-                             BN, ST, RES)),
-        ], [4, SR // 16, 1, 1, 1])  # fmt: skip
+    gl.warp_specialize([
+        (multiply, (x_s, w_s, z_s, bias_s, full, empty0, empty0, z_full, z_free, r_full, space, group,
+                    rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(0), NORM, BN, ST)),
+        (multiply, (x_s, w_s, z_s, bias_s, full, empty1, empty0, z_full, z_free, r_full, space, group,
+                    rank, NC, width, groups, tiles, KT, has_bias, before, gl.constexpr(1), NORM, BN, ST)),
+        (normalise, (y_desc, side_desc, r_desc, strips_s, strip_stats_s, gamma_s, beta_s, z_full, s_full, z_free,
+                     r_full, space, mean_ptr, rstd_ptr, after_ptr, after_pitch, group, rank, M, N, groups, tiles,
+                     before, form, NORM, BN, SR)),
+        (gather, (stats_s, s_full, z_free, space, group, NC, N, groups, tiles, eps, 0, 2, NORM, BN, PEERS)),
+        (load_operands, (x_desc, w_desc, x_s, w_s, full, empty0, empty1, rank, group, groups, tiles, KT,
+                         BN, ST)),
+    ], [4, SR // 16, 1, 1])  # fmt: skip
 
 
-def _variant(dtype, norm, bn, stages, resident):
-    """With 256 columns per CTA a thread of `multiply` holds 128 accumulators and needs 168 registers, so that 12 warps
-    are all that fit. Partitions do not ask for registers of their own: without setmaxnreg ptxas spills nothing."""
-    rows, peers, gathers, maxnreg = (32, 8, 1, 168) if bn == 256 else (64, 4, 2, 128)
-    kind = {"rms": 1, "layer": 2}[norm]
-    tiles = {
-        "x_desc": (64, 64),
-        "w_desc": (bn, 64),
-        "r_desc": (rows, 64),
-        "y_desc": (rows, 64),
-        "side_desc": (rows, 64),
-    }
-    args = {name: Tile(dtype, box) for name, box in tiles.items()}
+def _variant(dtype, norm):
+    """A thread of `multiply` holds 128 accumulators and needs 168 registers, so that 12 warps are all that fit. Partitions
+    do not ask for registers of their own: without setmaxnreg ptxas spills nothing."""
+    boxes = {"x_desc": (64, 64), "w_desc": (256, 64), "r_desc": (32, 64), "y_desc": (32, 64), "side_desc": (32, 64)}
+    args = {name: Tile(dtype, box) for name, box in boxes.items()}
     args |= dict.fromkeys("bias_ptr gamma_ptr beta_ptr mean_ptr rstd_ptr".split(), "*fp32:16")
     args |= {"after_ptr": "*i32:16", "space": "*i64:16", "after_pitch": "i64:4"}
     args |= dict.fromkeys("M N KT NC groups bias_kind gamma_kind beta_kind before form".split(), "i32")
-    args |= {
-        "N": "i32:8",
-        "eps": "fp32",
-        "NORM": kind,
-        "BN": bn,
-        "ST": stages,
-        "RES": resident,
-        "SR": rows,
-        "PEERS": peers,
-        "GATHERS": gathers,
-    }
-    shape = f"resident{resident}" if resident else "stream"
-    return Variant(f"postnorm_{norm}_{dtype}_{bn}_{shape}", postnorm_kernel, args, num_warps=4, maxnreg=maxnreg)
+    args |= {"N": "i32:8", "eps": "fp32", "NORM": {"rms": 1, "layer": 2}[norm]}
+    args |= {"BN": 256, "ST": 3, "SR": 32, "PEERS": 8}
+    return Variant(f"postnorm_stream_{norm}_{dtype}", postnorm_kernel, args, maxnreg=168)
 
 
-SHAPES = [(256, 3, 0), (128, 5, 6), (128, 7, 4)]  # columns per CTA, stages, resident k-blocks
-VARIANTS = [_variant(d, n, *shape) for d in ("bf16", "fp16") for n in ("rms", "layer") for shape in SHAPES]
+VARIANTS = [_variant(d, n) for d in ("bf16", "fp16") for n in ("rms", "layer")]

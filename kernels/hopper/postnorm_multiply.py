@@ -55,12 +55,8 @@ def chunks_of(acc, NCH: gl.constexpr):
 
 
 @gluon.jit
-def load_operands(x_desc, w_desc, x_s, w_s, full, empty0, empty1, resident, rank, first, step, tiles, KT,
-                  BN: gl.constexpr, ST: gl.constexpr, RES: gl.constexpr):  # fmt: skip
-    if RES > 0:
-        mbarrier.expect(resident, RES * BN * BK * 2)
-        for block in gl.static_range(RES):  # those past K are filled with zeros
-            tma.async_load(w_desc, [rank * BN, block * BK], resident, w_s.index(block))
+def load_operands(x_desc, w_desc, x_s, w_s, full, empty0, empty1, rank, first, step, tiles, KT,
+                  BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
     s = 0
     phase = 0
     for tile in range(first, tiles, step):
@@ -68,25 +64,19 @@ def load_operands(x_desc, w_desc, x_s, w_s, full, empty0, empty1, resident, rank
             mbarrier.wait(empty0.index(s), phase ^ 1)
             mbarrier.wait(empty1.index(s), phase ^ 1)
             bar = full.index(s)
-            if RES > 0:
-                mbarrier.expect(bar, BM * BK * 2)
-            else:
-                mbarrier.expect(bar, (BM + BN) * BK * 2)
+            mbarrier.expect(bar, (BM + BN) * BK * 2)
             tma.async_load(x_desc, [tile * BM, k * BK], bar, x_s.index(2 * s))
-            if RES == 0:
-                tma.async_load(w_desc, [rank * BN, k * BK], bar, w_s.index(s))
+            tma.async_load(w_desc, [rank * BN, k * BK], bar, w_s.index(s))
             tma.async_load(x_desc, [tile * BM + HALF, k * BK], bar, x_s.index(2 * s + 1))
             s, phase = advance(s, phase, ST)
 
 
 @gluon.jit
-def product(
-    x_s, w_s, full, empty, s, phase, KT, W: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, RES: gl.constexpr
-):
+def product(x_s, w_s, full, empty, s, phase, KT, W: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):
     acc = gl.zeros([HALF, BN], gl.float32, accumulator(BN))
     for k in range(KT):
         mbarrier.wait(full.index(s), phase)
-        w = w_s.index(k if RES > 0 else s)
+        w = w_s.index(s)
         acc = warpgroup_mma(x_s.index(2 * s + W), w.permute((1, 0)), acc, use_acc=k > 0, is_async=True)
         acc = warpgroup_mma_wait(1, deps=(acc,))
         before = gl.where(s == 0, ST - 1, s - 1)  # its product is done
@@ -194,23 +184,21 @@ def statistics(chunks, width, NORM: gl.constexpr, NCH: gl.constexpr):
 
 
 @gluon.jit
-def multiply(x_s, w_s, z_s, bias_s, full, empty, empty0, resident, z_full, z_free, r_full, space,
+def multiply(x_s, w_s, z_s, bias_s, full, empty, empty0, z_full, z_free, r_full, space,
              group, rank, NC, width, step, tiles, KT, has_bias, before,
-             W: gl.constexpr, NORM: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr, RES: gl.constexpr):  # fmt: skip
+             W: gl.constexpr, NORM: gl.constexpr, BN: gl.constexpr, ST: gl.constexpr):  # fmt: skip
     NCH: gl.constexpr = BN // CHUNK
     L: gl.constexpr = accumulator(64)
     s = 0
     phase = 0
     mine = slot(space, group, W, 0, rank, NC)
     sequence = sequence_base(space) + 1
-    if RES > 0:
-        mbarrier.wait(resident, 0)
     if W == 1:
         if KT * ((tiles - group + step - 1) // step) > SKEW:
             mbarrier.wait(empty0.index(SKEW - 1), 0)
     for _ in range(group, tiles, step):
         parity = (sequence & 1) ^ 1  # of the tiles so far: bases are even
-        acc, s, phase = product(x_s, w_s, full, empty, s, phase, KT, W, BN, ST, RES)
+        acc, s, phase = product(x_s, w_s, full, empty, s, phase, KT, W, BN, ST)
         chunks = chunks_of(acc, NCH)
         if has_bias:
             for c in gl.static_range(NCH):

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs 
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NORMS = ["rms", "layer"]
-# One tile and less, several; rows on 1 to 8 CTAs with W resident and streamed; K, N beside a tile's edge.
+# One tile and less, several; rows on 1 to 8 CTAs with W resident (K <= 512, N <= 1024) and streamed; K, N beside a tile's
+# edge.
 SIZES = [
     (1, 8, 8), (3, 64, 128), (17, 72, 40), (63, 256, 136), (65, 384, 384), (127, 512, 512), (129, 760, 760),
     (20000, 448, 512), (5000, 136, 904), (257, 1128, 1128), (1030, 128, 1024),

@@ -1,7 +1,4 @@
-"""Techniques `cluster` and `deferred` of provider hopper without a GPU: what they refuse, and that every plan names a
-kernel that exists and holds its rows."""
-
-import itertools
+"""Techniques `cluster` and `deferred` of provider hopper without a GPU: what they refuse, and what kernels get."""
 
 import pytest
 import torch
@@ -43,8 +40,8 @@ def driver(monkeypatch):
         ({"N": 2056}, "holds 2048 out-features and the weight has 2056"),
         ({"N": 4096, "K": 512, "groups": 4}, None),
         ({"N": 2304, "groups": 2}, "holds 1024 out-features of a norm and there are 1152"),
-        ({"N": 1024, "K": 520, "groups": 2}, "with at most 512 in-features, not of 512 with 520"),
-        ({"N": 384, "groups": 2}, "groups of multiples of 128 out-features with at most 512 in-features, not of 192"),
+        ({"N": 1024, "K": 520, "groups": 2}, "it holds 512 in-features in shared memory and there are 520"),
+        ({"N": 384, "groups": 2}, "groups of multiples of 128 out-features, not of 192"),
         ({"training": True, "triton_version": None}, "it needs triton"),
     ],
 )
@@ -72,30 +69,45 @@ def test_deferred_says_what_it_cannot_do(fields, reason, driver):
     assert found is None if reason is None else reason in found
 
 
-def test_every_plan_has_a_kernel_that_holds_its_rows():
-    for K, N in itertools.product((8, 256, 264, 384, 512, 520, 4096), (8, 128, 136, 384, 1024, 1032, 2048)):
-        plan = postnorm.plan(K, N)
-        assert -(-N // plan.columns) <= (postnorm.RESIDENT_GROUP if plan.resident else postnorm.MAX_GROUP)
-        for dtype, norm in itertools.product(("bf16", "fp16"), ("rms", "layer")):
-            kernel = KERNELS[postnorm.kernel_name(dtype, norm == "layer", plan)]
-            box = {p["name"]: p["box"] for p in kernel["params"] if p["kind"] == "tile"}
-            assert box["w_desc"] == [plan.columns, 64] and box["x_desc"] == [64, 64]
-        assert plan.resident == 0 or plan.resident * 64 >= K
+@pytest.fixture
+def calls(monkeypatch):
+    """What kernels are launched with, on a device of 132 SMs."""
+    found = []
+    monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *a, **options: found.append((self, a, options)))
+    monkeypatch.setattr(launch.Kernel, "resident_clusters", lambda self, device: 132 // self.entry["cluster"])
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    postnorm_cluster.clusters_at_once.cache_clear()
+    yield found
+    postnorm_cluster.clusters_at_once.cache_clear()
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("K,N", [(520, 128), (4096, 1024), (8, 1032), (512, 2048)])
+def test_what_the_kernels_get_where_w_streams(norm, dtype, K, N, calls):
+    x, weight = torch.randn(300, K).to(dtype), torch.randn(N, K).to(dtype)
+    assert postnorm_cluster.why_not(K, N, 1) is not None
+    out = postnorm.forward(x, weight, None, None, None, None, layer=norm == "layer", eps=1e-5, position=None)
+    (found, (grid, *args), options), = calls  # fmt: skip
+    params = found.entry["params"]
+    assert found.name == f"postnorm_stream_{norm}_{'bf16' if dtype == BF16 else 'fp16'}" and options == {
+        "cooperative": True
+    }
+    assert len(args) == len(params)
+    named = dict(zip((p["name"] for p in params), args))
+    members = -(-N // postnorm.COLUMNS)
+    assert members <= postnorm.MAX_GROUP and named["NC"] == members and grid == members * named["groups"]
+    assert named["groups"] == 3 and named["KT"] == -(-K // 64) and named["y_desc"] is out.y  # blocks of 128 rows
+    box = {p["name"]: p["box"] for p in params if p["kind"] == "tile"}
+    assert box["w_desc"] == [postnorm.COLUMNS, 64] and box["x_desc"] == [64, 64]
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
-    [(8, 8, 1, "resident_{}_bf16_4_4", 1), (264, 384, 1, "resident_{}_bf16_6_4", 3),
-     (512, 1024, 2, "resident_{}_bf16_8_4", 4),
-     (512, 1000, 1, "resident_{}_bf16_8_8", 8),
-     (520, 1024, 1, "cyclic_{}_bf16", 4), (2048, 512, 1, "cyclic_{}_bf16", 2)],
+    [(8, 8, 1, "bf16_4_4", 1), (264, 384, 1, "bf16_6_4", 3), (512, 1024, 2, "bf16_8_4", 4), (512, 1000, 1, "bf16_8_8", 8)],
 )  # fmt: skip
-def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, monkeypatch):
-    calls = []
-    monkeypatch.setattr(launch.Kernel, "__call__", lambda self, *a, **options: calls.append((self, a, options)))
-    monkeypatch.setattr(launch.Kernel, "resident_clusters", lambda self, device: 132 // self.entry["cluster"])
-    postnorm_cluster.clusters_at_once.cache_clear()
+def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, calls):
     x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
     gamma = torch.randn(N)
     out = postnorm_cluster.forward(
@@ -103,20 +115,24 @@ def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, monke
         write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    assert found.name == "postnorm_" + kernel.format(norm) and found.entry["cluster"] == members and not options
+    assert found.name == f"postnorm_direct_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
     for parameter, a in zip(found.entry["params"], args):
         if parameter["kind"] == "tile":
-            assert a.dim() == 2 and parameter["box"][1] == 64
+            assert a.dim() == len(parameter["box"]) and parameter["box"][-1] == 64 and a.stride(-1) == 1
         elif parameter["kind"] == "pointer":
             assert a is None or isinstance(a, torch.Tensor)
         else:
             assert isinstance(a, (int, float)), parameter
     named = dict(zip((x["name"] for x in found.entry["params"]), args))
     assert (named["M"], named["N"], named["KT"], named["members"]) == (70, N // groups, -(-K // 64), members)
-    assert named["side_desc"] is out.hat and named["y_desc"] is out.y and out.z is None
+    assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and out.z is None
     assert (named["bias_kind"], named["gamma_kind"], named["beta_kind"]) == (0, 2, 0) and named["form"] == 1 + 8 + 16
     assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
-    assert named.get("fetch", 128 * K) == 128 * K and named["r_pitch"] == N and named["residual_ptr"] is not None
-    postnorm_cluster.clusters_at_once.cache_clear()
+    assert (
+        named["x_fetch"] == 128 * K
+        and named["r_fetch"] == 128 * N
+        and named["r_pitch"] == N
+        and named["residual_ptr"] is not None
+    )
