@@ -137,17 +137,15 @@ class DenseArch(nn.Module):
         """The parts to compile one by one, and whether their shapes take few values, so that they can be replayed: they
         depend on the number of rows alone, or on a number of tokens that is filled up.
 
-        Parts of one kind share a graph, so that compiling takes a fraction. A part is a whole layer where that can be
-        replayed: between parts, autograd adds gradients in kernels of their own, and what is not contiguous is copied.
+        Parts of one kind share a graph, so that compiling takes a fraction.
         """
-        tokens, filled = list(self.event_tokens.values()), self.token_multiple is not None
-        if filled:
-            return [(region, True) for region in (self.context, *tokens, *self.layers, self.head)]
-        fixed, jagged = [self.context, self.head], tokens
+        fixed = [self.context, self.head]
+        jagged = list(self.event_tokens.values())
         for layer in self.layers:
             fixed += [layer.summarize, layer.experts]
             jagged += layer.blocks.values()
-        return [(region, True) for region in fixed] + [(region, False) for region in jagged]
+        filled = self.token_multiple is not None
+        return [(region, True) for region in fixed] + [(region, filled) for region in jagged]
 
     def _embeddings(self, x: Tensor | None) -> Tensor | None:
         """What the tables returned, in the dtype of the activations."""
