@@ -59,7 +59,7 @@ def counted_regions(model, monkeypatch):
     return counter
 
 
-@pytest.mark.parametrize("token_multiple", [None, 4])  # regions are blocks and experts, and whole layers
+@pytest.mark.parametrize("token_multiple", [None, 4])  # T as it comes, and filled up
 def test_regions_know_the_width_of_every_event_type(token_multiple, monkeypatch):
     """Only T is unknown to a region's graph, though blocks of both event types run the same code at other widths."""
     schema = make_schema(events=("long", "short"), sparse=1)
