@@ -76,12 +76,12 @@ def postnorm_cases() -> Iterator[tuple[str, Callable[[], tuple]]]:
         x, weight, bias, gamma, beta, residual = (
             random(i, *s) for i, s in enumerate([(ROWS, K), (N, K), (N,), (N,), (N,), (ROWS, N)])
         )
-        for layer, position in ((False, "before"), (True, "after")):
+        for layer, position in ((False, "before"), (True, "after"), (False, None), (True, None)):
             vectors = (bias, gamma, beta if layer else None)
             options = dict(layer=layer, eps=1e-5, position=position, write_hat=layer, write_z=not layer)
             forward = postnorm_cluster.forward if resident else postnorm.forward
-            call = partial(forward, x, weight, *vectors, residual, **options)
-            yield f"linear_norm {K} -> {N}{' layer' * layer}", call
+            call = partial(forward, x, weight, *vectors, residual if position else None, **options)
+            yield f"linear_norm {K} -> {N}{' layer' * layer}{f', residual {position}' if position else ''}", call
 
 
 def run_cases() -> None:

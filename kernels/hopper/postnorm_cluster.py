@@ -1,5 +1,7 @@
-"""linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread (kernels
-in postnorm_direct_kernels.py)."""
+"""linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread. Two
+kernels: `direct` stores results and loads a residual straight from and to registers and serves what has a residual
+(postnorm_direct_kernels.py); `resident` stores results through shared memory and serves the rest
+(postnorm_resident_kernels.py)."""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ def why_not(K: int, N: int, groups: int) -> str | None:
 
 
 @functools.cache
-def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
+def kernel_for(dtype: torch.dtype, layer: bool, K: int, members: int, has_residual: bool) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     blocks, peers = next(s for s in SHAPES if BLOCK * s[0] >= K and s[1] >= members)
-    base = launch.get(f"postnorm_direct_{'layer' if layer else 'rms'}_{NAMES[dtype]}_{blocks}_{peers}")
+    way, norm = "direct" if has_residual else "resident", "layer" if layer else "rms"
+    base = launch.get(f"postnorm_{way}_{norm}_{NAMES[dtype]}_{blocks}_{peers}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
 
 
@@ -75,7 +78,7 @@ def forward(
     x, weight = tma_ready(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
     members = -(-N // groups // COLUMNS)
-    kernel = kernel_for(x.dtype, layer, K, members)
+    kernel = kernel_for(x.dtype, layer, K, members, residual is not None)
     clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
     y = x.new_empty(M, N)
     side = torch.empty_like(y) if write_z or write_hat else None
@@ -85,20 +88,25 @@ def forward(
     vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
     kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
     form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
-    if residual is not None:
+    other, ends = y if side is None else side, (*vectors, mean, rstd)
+    sizes = (M, N // groups, -(-K // BLOCK), members, groups, gapless_bytes(x))
+    if residual is None:
+        args = (x, weight, y, other, x, None, *ends, 0, *sizes)
+    else:
         form += {"before": _BEFORE, "after": _AFTER}[str(position)]
-    pitch = 0 if residual is None else residual.stride(0)
-    fetched = [
-        ROWS * width * x.element_size() if gapless else 0 for width, gapless in ((K, x.stride(0) == K), (N, pitch == N))
-    ]
-    tensors = (x, quads(weight), x, y, y if side is None else side, residual, *vectors, mean, rstd)
-    sizes = (N, pitch, M, N // groups, -(-K // BLOCK), members, groups, *fetched)
-    kernel(members * clusters, *tensors, *sizes, *kinds, form, eps)
+        args = (x, quads(weight), x, y, other, residual, *ends, N, residual.stride(0), *sizes, gapless_bytes(residual))
+    kernel(members * clusters, *args, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 
 
+def gapless_bytes(t: Tensor) -> int:
+    """Of a block's rows, if they follow each other without a gap, else 0: they are fetched ahead as one piece."""
+    return ROWS * t.shape[1] * t.element_size() if t.stride(0) == t.shape[1] else 0
+
+
 def quads(weight: Tensor) -> Tensor:
-    """[N / 32, 4, 4, 2, K] with row 32 J + 8 q + 2 i + e of W at [J, i, q, e]: a view, where 32 divides N."""
+    """[N / 32, 4, 4, 2, K] with row 32 J + 8 q + 2 i + e of W at [J, i, q, e], as `direct` takes it: a view,
+    where 32 divides N."""
     N, K = weight.shape
     if N % 32:
         weight = torch.nn.functional.pad(weight, (0, 0, 0, -N % 32))

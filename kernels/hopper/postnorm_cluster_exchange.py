@@ -1,5 +1,5 @@
-"""Of the post-norm kernels whose CTAs form clusters (postnorm_direct_steps.py): statistics of whole rows from the
-messages of attention_exchange.py, slots handed back, and where the CTAs meet.
+"""Of the post-norm kernels over clusters (postnorm_cluster_common.py): statistics of whole rows from the messages of
+attention_exchange.py, slots handed back, and where the CTAs meet.
 
 Inline assembly gets addresses of shared memory as those of the cluster's first CTA: hence `own_address`.
 """
@@ -8,8 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .attention_exchange import ROWS, own_address, row_layout
-
-RMS = gl.constexpr(1)
+from .postnorm_cluster_common import COLUMNS
+from .postnorm_multiply import RMS
 
 
 @gluon.jit
@@ -113,12 +113,12 @@ def _squares8(outputs, inputs):
 
 
 @gluon.jit
-def collect(buffer, bar, phase, members, last, inverse, NORM: gl.constexpr, PEERS: gl.constexpr, NCH: gl.constexpr):
+def collect(buffer, bar, phase, members, last, inverse, NORM: gl.constexpr, PEERS: gl.constexpr):
     """(mean, or 0 for RMS; sum of squared deviations from it) of whole rows, once all parts are there."""
     kind: gl.constexpr = gl.distributed_type(gl.float32, [ROWS], row_layout())
     merge: gl.constexpr = _merge4 if PEERS == 4 else _merge8
     squares: gl.constexpr = _squares4 if PEERS == 4 else _squares8
     asm: gl.constexpr = squares if NORM == RMS else merge
     gl.inline_asm(_await, "r,r,~{memory}", [own_address(bar), phase], (), is_pure=False)
-    args = [own_address(buffer), members, 64.0 * NCH, last, inverse]
+    args = [own_address(buffer), members, 1.0 * COLUMNS, last, inverse]
     return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,f,~{memory}", args, (kind, kind), is_pure=False)

@@ -1,28 +1,10 @@
-"""GEMM and row norm in one kernel, a row of the result spread over the CTAs of a cluster (`cluster` of linear_norm, where
-W stays in shared memory).
-
-    z = x W^T + bias (+ residual);  hat = rstd * (z - mean);  y = gamma * hat + beta (+ residual)
-
-CTA r of a cluster has 128 columns of the result and of W, which it keeps, and walks over blocks of 64 rows together with
-its cluster. With several groups, norms over equal parts of the columns, each cluster serves one of them. Partitions:
-
-    consumers   three warpgroups that take blocks in turn: products, statistics of the CTA's columns, those of whole rows by
-                messages through distributed shared memory, norm and stores, all from registers
-    loader      tiles of x; 4 warps, so that no warp is without a partition and the cluster can meet
+"""The post-norm kernel over clusters (postnorm_cluster_common.py) that stores results straight from registers, and loads a
+residual into them. It serves what has one.
 
 Rows of W come in such an order that a thread's columns of the result follow each other (postnorm_rows.py): so residuals
 come and results go in 16 bytes per thread, from and to memory, past shared memory, whose bandwidth the products need (96 of
-128 bytes a clock, and x comes besides), and no warp of a consumer waits for another after the product.
-
-While one consumer multiplies, the other two exchange, normalise and store. Their slots of x follow each other in one
-ring, so a consumer begins only when the one before has seen all of its slots filled: otherwise it could take a slot's
-next phase for its last.
-
-A consumer sends its part of block i after it has read all parts of its block before, which every peer sent after reading
-those of the block before that: two places per consumer suffice. Every message is awaited by whom it was sent to, so none
-arrives at a CTA that has ended.
-
-The cluster's size is set by the launch: to the compiler this is a kernel of single CTAs.
+128 bytes a clock, and x comes besides), and no warp of a consumer waits for another after the product. k-blocks of W are
+awaited one by one.
 """
 
 from triton.experimental import gluon
@@ -31,35 +13,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from .attention_blocks import FLAT
 from .attention_exchange import MESSAGE
+from .postnorm_cluster_common import (
+    BEFORE,
+    BK,
+    COLUMNS,
+    CONSUMERS,
+    ROWS,
+    fetch_ahead,
+    init_barriers,
+    load_tile,
+    load_vectors,
+    standing,
+)
 from .postnorm_cluster_exchange import meet_cluster, release
-from .postnorm_direct_steps import AFTER, BEFORE, COLUMNS, ROWS, begin, finish, load_vectors, standardise
+from .postnorm_direct_steps import AFTER, begin, finish, standardise
 from .postnorm_multiply import accumulator, advance
-from .postnorm_rows import load_rows
+from .postnorm_rows import column_of, load_rows
 from .variants import Tile, Variant
 
-BK = gl.constexpr(64)
-CONSUMERS = gl.constexpr(3)
-
-
 # ---- loader ----------------------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _fetch(outputs, inputs):
-    """One thread of the cluster's first CTA asks for a contiguous piece of memory to be brought into L2."""
-    (address,), (size,) = inputs
-    return f"""{{ .reg .pred p, q; .reg .b32 t;
-    mov.u32 t, %cluster_ctarank; setp.eq.u32 q, t, 0;
-    mov.u32 t, %tid.x; and.b32 t, t, 127; setp.eq.and.u32 p, t, 0, q;
-    @p cp.async.bulk.prefetch.L2.global [{address}], {size}; }}"""
-
-
-@gluon.jit
-def fetch_ahead(ptr, ahead, M, size):
-    """Block `ahead` of whole rows that follow each other without a gap, if `size`, its bytes, is not 0."""
-    if (size != 0) & ((ahead + 1) * ROWS <= M):
-        at = ptr.to(gl.int64) + ahead.to(gl.int64) * size
-        gl.inline_asm(_fetch, "l,r", [at, size], (), is_pure=False)
 
 
 @gluon.jit
@@ -77,11 +49,7 @@ def loader(x_desc, w_desc, x_s, w_s, full, empty, loaded, x_ptr, residual_ptr, c
                 place = w_s.index(k).reinterpret(w_s.dtype, [4, 4, 4, 2, BK], w_desc.layout)
                 mbarrier.expect(loaded.index(k), w_desc.nbytes_per_cta)
                 tma.async_load(w_desc, [column // 32, 0, 0, 0, k * BK], loaded.index(k), place)
-            bar = full.index(slot)
-            mbarrier.wait(empty.index(slot), phase)
-            mbarrier.expect(bar, x_desc.nbytes_per_cta)
-            tma.async_load(x_desc, [tile * ROWS, k * BK], bar, x_s.index(slot))
-            slot, phase = advance(slot, phase, ST)
+            slot, phase = load_tile(x_desc, x_s, full, empty, tile, k, slot, phase, ST)
 
 
 # ---- consumers -------------------------------------------------------------------------------------------------------
@@ -183,14 +151,7 @@ def postnorm_direct_kernel(
     PEERS: gl.constexpr,  # most CTAs of a cluster
 ):
     dtype: gl.constexpr = x_desc.dtype
-    cluster = gl.program_id(0) // members
-    rank = gl.program_id(0) - cluster * members
-    first = cluster // groups
-    group = cluster - first * groups
-    step = gl.num_programs(0) // (members * groups)
-    tiles = (M + ROWS - 1) // ROWS
-    column = group * N + rank * COLUMNS
-    width = gl.minimum(N - rank * COLUMNS, COLUMNS)
+    rank, group, first, step, tiles, column, width = standing(members, groups, M, N)
     x_s = gl.allocate_shared_memory(dtype, [ST, ROWS, BK], x_desc.layout)
     w_s = gl.allocate_shared_memory(dtype, [RES, COLUMNS, BK], x_desc.layout)
     messages = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PEERS * MESSAGE], FLAT)
@@ -200,17 +161,9 @@ def postnorm_direct_kernel(
     loaded = mbarrier.allocate_mbarrier(batch=RES)
     turns = mbarrier.allocate_mbarrier(batch=CONSUMERS)
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS)
-    for i in gl.static_range(ST):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=4)  # a consumer's warps
-    for i in gl.static_range(RES):
-        mbarrier.init(loaded.index(i), count=1)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=4)
-    for i in gl.static_range(2 * CONSUMERS):
-        mbarrier.init(arrived.index(i), count=1)
-    gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
-    form |= load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype)
+    init_barriers(full, empty, loaded, turns, arrived, 4)
+    form |= load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype,
+                         column_of)  # fmt: skip
     gl.barrier()
     mean_ptr += group
     rstd_ptr += group

@@ -1,50 +1,16 @@
-"""Of the post-norm kernel whose CTAs form clusters (postnorm_direct_kernels.py): what a consumer does with a block of 64
-rows and a CTA's 128 columns of z, from registers. Columns of the product are permuted as postnorm_rows.py says."""
+"""Of the post-norm kernel over clusters that stores from registers (postnorm_direct_kernels.py): what a consumer does with a
+block of 64 rows and a CTA's 128 columns of z. Columns of the product are permuted as postnorm_rows.py says."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .attention_blocks import store_statistics
 from .attention_exchange import row_layout, send
+from .postnorm_cluster_common import AFFINE, BEFORE, BETA, BIAS, COLUMNS, GAMMA, HAS_BIAS, ROWS
 from .postnorm_cluster_exchange import collect
-from .postnorm_multiply import _plain_square_asm, _register_row, _square_asm, _sum_asm, partial_layout
+from .postnorm_multiply import LAYER, _plain_square_asm, _register_row, _square_asm, _sum_asm, partial_layout
 from .postnorm_normalise import AFTER, HAT, SAVE, SUM
-from .postnorm_rows import add_pairs, column_of, first_of_row, load_columns, store_rows
-
-ROWS, COLUMNS = gl.constexpr(64), gl.constexpr(128)
-RMS, LAYER = gl.constexpr(1), gl.constexpr(2)
-ABSENT, WIDE = gl.constexpr(0), gl.constexpr(2)  # kinds of a parameter vector; 1: in the dtype of x
-BEFORE, HAS_BIAS, AFFINE = gl.constexpr(16), gl.constexpr(32), gl.constexpr(64)  # further bits of `form`
-BIAS, GAMMA, BETA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # order of the vectors in shared memory
-
-
-# ---- parameter vectors -----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def load_vector(target, ptr, kind, default: gl.constexpr, column, width, dtype: gl.constexpr):
-    """A CTA's part of bias, gamma or beta as fp32 in shared memory."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    j = column_of(gl.arange(0, COLUMNS, L))
-    value = gl.full([COLUMNS], default, gl.float32, L)
-    if kind == WIDE:
-        value = gl.load(ptr + column + j, mask=j < width, other=default)
-    elif kind != ABSENT:
-        narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
-        value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
-    target.store(value)
-
-
-@gluon.jit
-def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width,
-                 dtype: gl.constexpr):  # fmt: skip
-    """All three; returns the bits of `form` that say which there are."""
-    load_vector(vectors.index(BIAS), bias_ptr, bias_kind, 0.0, column, width, dtype)
-    load_vector(vectors.index(GAMMA), gamma_ptr, gamma_kind, 1.0, column, width, dtype)
-    load_vector(vectors.index(BETA), beta_ptr, beta_kind, 0.0, column, width, dtype)
-    affine = (gamma_kind != ABSENT) | (beta_kind != ABSENT)
-    return gl.where(bias_kind != ABSENT, HAS_BIAS, 0) | gl.where(affine, AFFINE, 0)
-
+from .postnorm_rows import add_pairs, first_of_row, load_columns, store_rows
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
@@ -112,7 +78,7 @@ def standardise(acc, mean, square, side_ptr, pitch, mean_ptr, rstd_ptr, row, M, 
     if form & SUM:
         store_rows(acc, side_ptr, pitch, row, M, column, width)
     if members > 1:
-        mean, square = collect(messages, bar, phase, members, last, inverse, NORM, PEERS, 2)
+        mean, square = collect(messages, bar, phase, members, last, inverse, NORM, PEERS)
     rstd = gl.rsqrt(square * inverse + eps)
     if ((form & SAVE) != 0) & (rank == 0):
         start = first_of_row(acc, mean.type)

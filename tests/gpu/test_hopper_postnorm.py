@@ -50,6 +50,8 @@ def test_sizes(norm, M, K, N):
     run(norm, M=M, K=K, N=N, dtype=BF16, mean=5.0, backward=N == 512)
     run(norm, M=M, K=K, N=N, dtype=FP16, param_dtype=FP32)
     run(norm, M=M, K=K, N=N, dtype=BF16, affine=False, bias=False, scale=1e-3)
+    for position in ("before", "after"):  # another kernel, where W is resident
+        run(norm, options={"residual_position": position}, M=M, K=K, N=N, dtype=BF16, residual=True, mean=5.0)
 
 
 @pytest.mark.parametrize("norm", NORMS)
@@ -97,8 +99,10 @@ def test_a7_strides_and_misalignment():
     wide = torch.randn(300, 3 * 256 + 8, device="cuda").to(BF16)
     flat = torch.randn(300 * 256 + 1, device="cuda").to(BF16)
     for view in (wide[:, 256:512], wide[:, 1:257], flat[1:].view(300, 256), wide[:256, :300].t()[:, :256]):
-        y, expected = (inference({**t, "x": x}, norm="layer") for x in (view, view.contiguous().clone()))
-        assert torch.equal(y, expected)
+        for residual in (None, torch.randn(len(view), 256, device="cuda").to(BF16)):
+            whole = {**t, "residual": residual}
+            y, expected = (inference({**whole, "x": x}, norm="layer") for x in (view, view.contiguous().clone()))
+            assert torch.equal(y, expected)
     residual = torch.randn(300, 300, device="cuda").to(BF16)
     for view in (residual[:, :256], residual[:, 3:259]):
         for position in ("before", "after"):
@@ -122,19 +126,23 @@ def test_a6_more_values_than_32_bits_count():
         last = inference({**t, "x": t["x"][-300:], "residual": residual}, norm="layer", residual_position=position)
         assert torch.equal(y[-300:], last)
         del whole, y
+    y, last = inference(t, norm="layer"), inference({**t, "x": t["x"][-300:]}, norm="layer")
+    assert torch.equal(y[-300:], last)
 
 
 @pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(
     "M,K,N",
     [(300, 512, 512), *((30000, w, w) for w in (256, 384, 512, 1024)), (30000, 512, 2048), (262144, 512, 512)],
 )
-def test_a26_a_thousand_launches_give_the_same_bits(norm, M, K, N):
+def test_a26_a_thousand_launches_give_the_same_bits(norm, residual, M, K, N):
     """On all SMs, with as many tiles per group as make every slot of the messages be used again."""
-    t = on_gpu(tensors_for("linear_norm", norm=norm, M=M, K=K, N=N, dtype=BF16, residual=True))
+    t = on_gpu(tensors_for("linear_norm", norm=norm, M=M, K=K, N=N, dtype=BF16, residual=residual))
+    options = {"residual_position": "before"} if residual else {}
     with torch.no_grad():
         outs = lambda: ops.linear_norm(  # noqa: E731
-            **t, norm=norm, technique="hopper/cluster", residual_position="before", return_sum=True
+            **t, norm=norm, technique="hopper/cluster", return_sum=True, **options
         )
         first = outs()
         different = torch.zeros((), dtype=torch.int64, device="cuda")

@@ -103,19 +103,22 @@ def test_what_the_kernels_get_where_w_streams(norm, dtype, K, N, calls):
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("position", [None, "before", "after"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
     [(8, 8, 1, "bf16_4_4", 1), (264, 384, 1, "bf16_6_4", 3), (512, 1024, 2, "bf16_8_4", 4), (512, 1000, 1, "bf16_8_8", 8)],
 )  # fmt: skip
-def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, calls):
+def test_what_the_cluster_kernels_get(norm, position, K, N, groups, kernel, members, calls):
+    """A residual picks the kernel that loads it into registers, none the one that stores through shared memory."""
     x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
     gamma = torch.randn(N)
     out = postnorm_cluster.forward(
-        x, weight, None, gamma, None, residual, layer=norm == "layer", eps=1e-5, position="before", groups=groups,
-        write_hat=True,
+        x, weight, None, gamma, None, None if position is None else residual, layer=norm == "layer", eps=1e-5,
+        position=position, groups=groups, write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    assert found.name == f"postnorm_direct_{norm}_{kernel}" and found.entry["cluster"] == members and not options
+    way = "resident" if position is None else "direct"
+    assert found.name == f"postnorm_{way}_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
     for parameter, a in zip(found.entry["params"], args):
@@ -127,12 +130,29 @@ def test_what_the_cluster_kernels_get(norm, K, N, groups, kernel, members, calls
             assert isinstance(a, (int, float)), parameter
     named = dict(zip((x["name"] for x in found.entry["params"]), args))
     assert (named["M"], named["N"], named["KT"], named["members"]) == (70, N // groups, -(-K // 64), members)
-    assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and out.z is None
-    assert (named["bias_kind"], named["gamma_kind"], named["beta_kind"]) == (0, 2, 0) and named["form"] == 1 + 8 + 16
+    assert named["groups"] == groups and named["x_ptr"] is named["x_desc"] and out.z is None
+    kinds = [named[f"{v}_kind"] for v in ("bias", "gamma", "beta")]
+    assert kinds == [0, 2, 0] and named["gamma_ptr"] is not None and named["bias_ptr"] is None
+    assert named["form"] == 1 + 8 + {None: 0, "after": 4, "before": 16}[position]
     assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
-    assert (
-        named["x_fetch"] == 128 * K
-        and named["r_fetch"] == 128 * N
-        and named["r_pitch"] == N
-        and named["residual_ptr"] is not None
-    )
+    assert named["rstd_ptr"] is out.rstd and named["mean_ptr"] is out.mean
+    if position is None:
+        assert named["side_desc"] is out.hat and named["y_desc"] is out.y and torch.equal(named["w_desc"], weight)
+        assert (named["fetch"], named["r_pitch"], named["residual_ptr"]) == (128 * K, 0, None)
+    else:
+        assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and named["residual_ptr"] is not None
+        assert torch.equal(named["w_desc"], postnorm_cluster.quads(weight))
+        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [128 * K, 128 * N, N, N]
+
+
+@pytest.mark.parametrize("with_residual", [True, False])
+def test_rows_with_gaps_are_not_fetched_ahead(with_residual, calls):
+    x, weight, residual = torch.randn(70, 72).to(BF16), torch.randn(128, 64).to(BF16), torch.randn(70, 136).to(BF16)
+    residual = residual[:, :128] if with_residual else None
+    postnorm_cluster.forward(x[:, :64], weight, None, None, None, residual, layer=True, eps=1e-5, position="before")
+    (found, (_, *args), _), = calls  # fmt: skip
+    named = dict(zip((p["name"] for p in found.entry["params"]), args))
+    if with_residual:
+        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [0, 0, 128, 136]
+    else:
+        assert named["fetch"] == 0
