@@ -83,10 +83,15 @@ def check_dtypes(
                 raise ValueError(f"{op}: {name} is on {tensor.device} and x on {device}; move one with .to()")
 
 
+def autocasts(device: str) -> bool:
+    """Whether autocast is on; PyTorch has none to ask for on "meta"."""
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Activations in the autocast dtype where autocast is on for their device (parameters stay as they are)."""
     device, tensors = x.device.type, (x, *others)
-    if not torch.is_autocast_enabled(device):
+    if not autocasts(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
@@ -95,7 +100,7 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """The ops choose every dtype themselves, so autocast must not reach inside."""
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    if autocasts(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 
@@ -106,7 +111,7 @@ def is_training(*tensors: Tensor | None) -> bool:
 
 def flat(x: Tensor) -> Tensor:
     """[.., K] as [M, K]. What is that already stays itself: a view would be one more node for autograd."""
-    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    return x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 1 else x[None]  # reshape(-1, 0) is an error
 
 
 def shaped_as(x: Tensor, y: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.ops.activations import apply, apply_derivative
+from recsys_norm.ops.inputs import without_autocast
 
 _GROUP_SCORES = 1 << 22  # most scores of one group of sequences, 16 MB in fp32
 _SMALL_GROUP = 1 << 16  # up to here one more call costs more than padding
@@ -88,7 +89,7 @@ def eager(
     batch = q_offsets_B1.shape[0] - 1
     dtype = _compute_dtype(q_THd.dtype)
     max_q_len, max_k_len = max(max_q_len, 1), max(max_k_len, 1)
-    with torch.autocast(q_THd.device.type, enabled=False):
+    with without_autocast(q_THd):
         q_slots = _slots(q_offsets_B1, q_THd.shape[0], max_q_len)
         k_slots = _slots(k_offsets_B1, k_UHd.shape[0], max_k_len)
         q = _pad(q_THd.to(dtype), q_slots, batch, max_q_len)

@@ -63,6 +63,15 @@ def backward_with(
     return (first.add_(add), *rest)
 
 
+def check_training(op: str, training: bool) -> None:
+    """A call that needed no gradients when it was traced leaves out what the backward reads."""
+    if not training:
+        raise RuntimeError(
+            f"{op}: this call was traced or exported where nothing required gradients and kept nothing for a backward; "
+            "trace it with gradients enabled and inputs or parameters that require them"
+        )
+
+
 def needed(grads: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
     return tuple(g if need else None for g, need in zip(grads, needs))
 

@@ -10,6 +10,7 @@ needs and grads in the order of the forward's tensors. z is the un-normalised su
 from __future__ import annotations
 
 import functools
+import operator
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
     arch_of,
+    check_training,
     fake_gradients,
     gradients,
     make_problem,
@@ -115,7 +117,8 @@ def linear_norm(
         affine = norm_weight is not None or norm_bias is not None
         keep = return_sum
         if position != "before" and stores_hat(training, affine, position, return_sum):
-            keep = _product_is_written(norm, x.dtype, K, N, affine, groups, x.device, backend, technique)
+            widths = operator.index(K), operator.index(N)  # a graph of any width has no constant result
+            keep = _product_is_written(norm, x.dtype, *widths, affine, groups, x.device, backend, technique)
             technique = "separate" if keep else technique
         policy = (backend, technique or "", on_unsupported)
         y, z, *_ = _forward_op(*tensors, norm, eps, position, keep, groups, training, *policy)
@@ -248,6 +251,7 @@ def _backward_fake(dy, dz, x, weight, bias, norm_weight, norm_bias, mean, rstd, 
 def _setup(ctx, inputs, output):
     x, weight, bias, norm_weight, norm_bias, _, ctx.norm, ctx.eps, ctx.position, return_sum, *rest = inputs
     ctx.groups, training, *ctx.policy = rest
+    ctx.training = training
     y, z, mean, rstd, zhat = output
     ctx.mark_non_differentiable(mean, rstd, zhat)
     ctx.set_materialize_grads(False)  # z may be kept for the backward alone
@@ -260,6 +264,7 @@ def _setup(ctx, inputs, output):
 
 def _backward(ctx, dy, dz, _dmean, _drstd, _dhat):
     needs = ctx.needs_input_grad[:6]
+    check_training("linear_norm", ctx.training)
     dz = dz if ctx.return_sum else None
     dy = torch.zeros_like(dz) if dy is None else dy
     if needs[5] and ctx.position == "after":  # the residual's gradient is dy itself

@@ -24,6 +24,7 @@ from recsys_norm.ops.identity import norms_are_identity
 from recsys_norm.ops.library import (
     absent,
     backward_with,
+    check_training,
     fake_gradients,
     gradients,
     make_problem,
@@ -371,6 +372,7 @@ def _setup(ctx, inputs, output):
     q, k, v, q_offsets, k_offsets, *rest = inputs
     parameters, residual, ctx.spec = rest[:6], rest[6], rest[7:19]
     ctx.eps, ctx.packed, training, ctx.own_residual, *ctx.policy = rest[19:]
+    ctx.training = training
     residual = q if ctx.own_residual else residual
     ctx.residual = residual is not None
     out, *statistics, hat = output
@@ -383,6 +385,7 @@ def _setup(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
+    check_training("norm_attention", ctx.training)
     needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:11])
     options = (ctx.residual, *ctx.spec, ctx.eps, ctx.packed, list(needs), ctx.own_residual, *ctx.policy)
     dq, dk, dv, *rest = needed(_backward_op(dout, *ctx.saved_tensors, *options), needs)

@@ -1,5 +1,8 @@
 """What the ops of `recsys_norm.ops.operators` owe to the dispatcher, autograd and torch.compile."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from norm_attention_cases import arguments
@@ -7,6 +10,8 @@ from op_cases import FORCED, tensors_for
 from torch import Tensor
 from torch._dynamo.decorators import skip
 from torch._dynamo.utils import counters
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from recsys_norm import ops
@@ -17,9 +22,11 @@ def norm_linear(t):
     return ops.norm_linear(**t, norm="layer", **FORCED)
 
 
+OPTIONS = arguments(pre="layer", post="rms", residual=True)[1]
+
+
 def attention(t):
-    more = arguments(pre="layer", post="rms", residual=True)[1]
-    return ops.norm_attention(**t, **more, **FORCED)
+    return ops.norm_attention(**t, **OPTIONS, **FORCED)
 
 
 CALLS = {
@@ -118,3 +125,96 @@ def test_dynamo_stays_out_of_an_op_called_between_graphs():
     with torch.no_grad():
         torch.compile(lambda x: eager(x * 1) + 1, backend="eager")(t["x"])
     assert counters["frames"]["total"] == 2  # before and after the break
+
+
+class NoGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_without_a_gradient_of_the_output_there_is_none_of_the_inputs(op):
+    call, tensors = CALLS[op]
+    t = tensors()
+    NoGradient.apply(call(t)).sum().backward()
+    assert all(v is None or v.grad is None for v in t.values())
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_torch_func(op):
+    """Gradients, per sample too, are those of autograd; forward mode and second derivatives are errors."""
+    call, tensors = CALLS[op]
+    t = tensors()
+    name, x = next(iter(t.items()))
+    other = x.detach() * 2
+    expected = [torch.autograd.grad(call(t | {name: v}).square().sum(), v)[0] for v in (x, other.requires_grad_())]
+
+    def loss(x):
+        return call(t | {name: x}).square().sum()
+
+    grad, x, other = torch.func.grad(loss), x.detach(), other.detach()
+    torch.testing.assert_close(grad(x), expected[0])
+    with pytest.warns(UserWarning, match="performance drop"):
+        per_sample = torch.func.vmap(grad)(torch.stack([x, other]))
+    torch.testing.assert_close(per_sample, torch.stack(expected))
+    with pytest.raises(RuntimeError, match=f"{op}_backward.default but no autograd formula"):
+        torch.func.grad(lambda x: grad(x).sum())(x)
+    with pytest.raises(NotImplementedError, match=f"{op}.default has no forward-mode AD"):
+        torch.func.jvp(loss, (x,), (x,))
+    with forward_ad.dual_level(), torch.no_grad(), pytest.raises(NotImplementedError, match="no forward-mode AD"):
+        loss(forward_ad.make_dual(x, x))
+
+
+@pytest.mark.parametrize("op", ["linear_norm", "norm_attention"])
+def test_gradients_through_what_was_exported_without_them_are_an_error(op):
+    """Such a graph holds the call that keeps nothing for a backward."""
+    call, tensors = CALLS[op]
+    t = {n: v.detach() for n, v in tensors().items() if v is not None}
+    graph = make_fx(lambda *values: call(dict(zip(t, values))))(*t.values())
+    first, *others = t.values()
+    y = graph(first.requires_grad_(), *others)
+    torch.testing.assert_close(y, call(t))
+    with pytest.raises(RuntimeError, match=f"{op}: this call was traced"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_no_dimension_need_be_a_constant(op):
+    call, tensors = CALLS[op]
+    torch._dynamo.reset()
+    t = tensors()
+    y = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")(t)
+    torch.testing.assert_close(y, call(t))
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_meta_tensors(op):
+    call, tensors = CALLS[op]
+    t = tensors()
+    y = call({n: v if v is None else v.detach().to("meta") for n, v in t.items()})
+    assert y.is_meta and y.shape == call(t).shape
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0)])
+def test_width_zero(shape):
+    y = ops.norm_linear(torch.ones(shape), torch.ones(4, 0), torch.arange(4.0), norm="rms", **FORCED)
+    assert torch.equal(y, torch.arange(4.0).expand(*shape[:-1], 4))
+    assert ops.layer_norm(torch.ones(shape), **FORCED).shape == shape
+
+
+def test_modules_that_define_ops_can_be_loaded_again():
+    code = """
+import sys, importlib, torch, recsys_norm.ops
+importlib.reload(sys.modules["recsys_norm.ops.norm"])
+for name in [n for n in sys.modules if n.startswith("recsys_norm")]:
+    del sys.modules[name]
+from recsys_norm import ops
+x = torch.ones(2, 3, requires_grad=True)
+ops.rms_norm(ops.linear_norm(x, torch.ones(4, 3), norm="rms", technique="separate"), technique="separate").sum().backward()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
