@@ -83,15 +83,10 @@ def check_dtypes(
                 raise ValueError(f"{op}: {name} is on {tensor.device} and x on {device}; move one with .to()")
 
 
-def autocasts(device: str) -> bool:
-    """Whether autocast is on; PyTorch has none to ask for on "meta"."""
-    return device != "meta" and torch.is_autocast_enabled(device)
-
-
 def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Activations in the autocast dtype where autocast is on for their device (parameters stay as they are)."""
     device, tensors = x.device.type, (x, *others)
-    if not autocasts(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which has none to ask for
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors)
@@ -100,7 +95,7 @@ def autocast(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 def without_autocast(x: Tensor) -> contextlib.AbstractContextManager:
     """The ops choose every dtype themselves, so autocast must not reach inside."""
     device = x.device.type
-    if autocasts(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
 

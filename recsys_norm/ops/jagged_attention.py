@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from recsys_norm.ops import jagged_torch
 from recsys_norm.ops.activations import get, head_runs, resolve
-from recsys_norm.ops.inputs import autocasts, in_a_row
+from recsys_norm.ops.inputs import in_a_row
 from recsys_norm.ops.jagged_torch import Attention
 from recsys_norm.ops.operators import define
 
@@ -88,7 +88,7 @@ def jagged_attention(
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     device = tensors[0].device.type
-    if not autocasts(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(t.to(dtype) for t in tensors)
