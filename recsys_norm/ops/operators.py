@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import _C
 from torch._dynamo.decorators import skip
-from torch._functorch.autograd_function import enable_single_level_autograd_function
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 # By op. Kept where they outlive this module, since a notebook may load it, or one that defines ops, again.
@@ -72,7 +72,9 @@ class Op:
     def _check_no_tangents(self, args: tuple) -> None:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
-            raise NotImplementedError(f"{self.overload} has no forward-mode AD; backend='unfused' has")
+            raise NotImplementedError(
+                f"{self.overload} has no forward-mode AD; plain PyTorch (backend='unfused', attention='eager') has"
+            )
 
     @skip
     def below_autograd(self, keyset: _C.DispatchKeySet, args: tuple) -> Any:
@@ -111,5 +113,5 @@ def _function_of(op: Op, gradient: Callable, setup_context: Callable | None) -> 
         return (*gradient(ctx, *grads), None)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"recsys_norm_{op.overload._opname}", (Function,), members)
+    function: Any = type(f"recsys_norm_{op.overload._opname}", (Function,), members)
     return super(Function, function).apply  # Function's own takes a rule per transform of torch.func
