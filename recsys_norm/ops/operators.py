@@ -73,7 +73,7 @@ class Op:
         tensors = (arg for arg in args if isinstance(arg, torch.Tensor))
         if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
             raise NotImplementedError(
-                f"{self.overload} has no forward-mode AD; plain PyTorch (backend='unfused', attention='eager') has"
+                f"{self.overload} has no forward-mode AD; backend='unfused', attention='eager' has"
             )
 
     @skip

@@ -136,12 +136,12 @@ class LinearNorm(_Plain):
             z = z + residual
         grouped = functools.partial(in_groups, groups=problem.groups)
         mean, rstd = statistics(grouped(z), problem.norm, problem.eps)
-        zhat = standardize(grouped(z), mean, rstd)
-        y = affine(zhat, grouped(norm_weight), grouped(norm_bias)).flatten(1)
+        zhat = standardize(grouped(z), mean, rstd).flatten(1)
+        y = affine(zhat, norm_weight, norm_bias)
         if problem.residual == "after":
             y = y + residual.float()
         keep = problem.stores_hat
-        hat = zhat.flatten(1).to(x.dtype) if keep else None
+        hat = zhat.to(x.dtype) if keep else None
         mean = None if mean is None else mean.flatten()
         return (y.to(x.dtype), z if problem.return_sum else None), (mean, rstd.flatten(), hat)
 

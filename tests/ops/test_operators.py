@@ -200,6 +200,14 @@ def test_meta_tensors(op):
     assert y.is_meta and y.shape == call(t).shape
 
 
+def test_an_activation_may_overwrite_a_norm_with_weights():
+    t = tensors_for("linear_norm")
+    wanted = list(t.values())
+    y, z = (ops.linear_norm(**t, norm="layer", **FORCED) for _ in range(2))
+    actual = torch.autograd.grad(torch.relu_(y).sum(), wanted)
+    torch.testing.assert_close(actual, torch.autograd.grad(torch.relu(z).sum(), wanted))
+
+
 @pytest.mark.parametrize("shape", [(3, 0), (2, 3, 0)])
 def test_width_zero(shape):
     y = ops.norm_linear(torch.ones(shape), torch.ones(4, 0), torch.arange(4.0), norm="rms", **FORCED)
