@@ -365,8 +365,9 @@ def _softmax_save(ctx, inputs, output):
 
 
 def _softmax_grad(ctx, grad, _):
-    grad = torch.zeros_like(ctx.saved_tensors[5]) if grad is None else grad
-    grads = torch.ops.recsys_norm.jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.options)
+    saved = ctx.saved_tensors
+    grad = torch.zeros_like(saved[5]) if grad is None else grad
+    grads = torch.ops.recsys_norm.jagged_softmax_backward(grad, *saved, *ctx.options)
     return _needed(ctx, grads)
 
 

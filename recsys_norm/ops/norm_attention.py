@@ -388,10 +388,11 @@ def _backward(ctx, dout, *_):
     check_training("norm_attention", ctx.training)
     needs = (*ctx.needs_input_grad[:3], *ctx.needs_input_grad[5:11])
     options = (ctx.residual, *ctx.spec, ctx.eps, ctx.packed, list(needs), ctx.own_residual, *ctx.policy)
-    dq, dk, dv, *rest = needed(_backward_op(dout, *ctx.saved_tensors, *options), needs)
+    saved = ctx.saved_tensors  # once: checkpointing refuses a second time
+    dq, dk, dv, *rest = needed(_backward_op(dout, *saved, *options), needs)
     dresidual = None
     if ctx.needs_input_grad[11]:
-        dresidual = _valid_rows(dout, ctx.saved_tensors[3], ctx.packed)
+        dresidual = _valid_rows(dout, saved[3], ctx.packed)
     return (dq, dk, dv, None, None, *rest, dresidual)
 
 

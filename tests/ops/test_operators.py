@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from norm_attention_cases import arguments
 from op_cases import FORCED, tensors_for
 from torch import Tensor
@@ -226,3 +227,15 @@ x = torch.ones(2, 3, requires_grad=True)
 ops.rms_norm(ops.linear_norm(x, torch.ones(4, 3), norm="rms", technique="separate"), technique="separate").sum().backward()
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(op, reentrant):
+    call, tensors = CALLS[op]
+    t, again = tensors(), tensors()
+    call(t).square().sum().backward()
+    run = torch.utils.checkpoint.checkpoint
+    run(lambda *v: call(dict(zip(t, v))), *again.values(), use_reentrant=reentrant).square().sum().backward()
+    for a, b in zip(again.values(), t.values()):
+        assert a is None or a.grad is b.grad is None or torch.equal(a.grad, b.grad)
