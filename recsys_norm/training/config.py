@@ -180,7 +180,7 @@ class DistributedConfig:
         busy wait for those that an exchange holds, so a few large buckets disturb them less than many small ones; the last
         bucket is exchanged with nothing beside it.
     exchange: the dtype in which embeddings and their gradients travel between ranks. "bf16" halves that and loses nothing
-        where a table is on one rank and the activations are bfloat16, too.
+        where a table is on one rank and the activations are bfloat16, too; gloo knows fp16 only and takes that.
     pipeline: sort and exchange the ids of the next batches while this one is computed (TrainPipelineSparseDist), on
         several ranks and on one GPU.
     timeout_s: a process that makes no progress for so long ends the run; a step with its compilation, a batch of a
