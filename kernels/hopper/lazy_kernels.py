@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
+from .barriers import arrive_asm
 from .variants import Tile, Variant
 
 ROWS = gl.constexpr(64)  # of a consumer
@@ -309,17 +310,6 @@ class Sums:
 
 
 @gluon.constexpr_function
-def _arrive(outputs, inputs):
-    (bar,), (wanted,) = inputs
-    return f"""{{ .reg .pred p, q;
-    setp.ne.b32 q, {wanted}, 0;
-    bar.warp.sync 0xffffffff;
-    elect.sync _|p, 0xffffffff;
-    and.pred p, p, q;
-    @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""
-
-
-@gluon.constexpr_function
 def _await(outputs, inputs):
     (bar,), (phase,) = inputs
     return f"""{{ .reg .pred p;
@@ -330,7 +320,7 @@ def _await(outputs, inputs):
 @gluon.jit
 def release(bar, wanted):
     """Hand a slot back, once per warp."""
-    gl.inline_asm(_arrive, "r,r,~{memory}", [bar, wanted.to(gl.int32)], (), is_pure=False)
+    gl.inline_asm(arrive_asm, "r,r,~{memory}", [bar, wanted.to(gl.int32)], (), is_pure=False)
 
 
 @gluon.jit

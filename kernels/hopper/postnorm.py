@@ -8,7 +8,7 @@ from torch import Tensor
 
 from recsys_norm.kernels.hopper import launch, postnorm_cluster
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, shape_reason, tma_ready
-from recsys_norm.kernels.hopper.postnorm_cluster import Result
+from recsys_norm.kernels.hopper.postnorm_cluster import AFTER, HAT, SAVE, SUM, Result, parameter_vectors
 from recsys_norm.kernels.lazy.technique import cannot_run, on_device_of
 from recsys_norm.ops.inputs import resolve_eps
 from recsys_norm.ops.problem import Problem, Tensors
@@ -17,8 +17,6 @@ TILE_ROWS = 128
 MAX_GROUP = 8  # CTAs that share a row
 COLUMNS = 256  # of a CTA
 MAX_FEATURES = MAX_GROUP * COLUMNS
-_ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in postnorm_kernels.py
-_HAT, _SUM, _AFTER, _SAVE = 1, 2, 4, 8  # bits of `form`, likewise
 _MESSAGES = 4 * 64  # per CTA: two slots for each warpgroup, 64 rows each
 
 
@@ -95,9 +93,8 @@ def forward(
     mean = torch.empty_like(rstd) if layer else None
     residual = None if residual is None else tma_ready(residual)
     before, after = position == "before", position == "after"
-    vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
-    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
-    form = _HAT * write_hat + _SUM * write_z + _AFTER * after + _SAVE * saves
+    vectors, kinds = parameter_vectors(bias, gamma, beta)
+    form = HAT * write_hat + SUM * write_z + AFTER * after + SAVE * saves
     kernel = launch.get(f"postnorm_stream_{'layer' if layer else 'rms'}_{NAMES[x.dtype]}")
     kernel(
         members * groups,

@@ -20,7 +20,7 @@ SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))  # k-blocks of W and CTAs at most, as 
 MAX_K = BLOCK * SHAPES[-1][0]
 MAX_FEATURES = COLUMNS * SHAPES[-1][1]  # of a norm; 8 CTAs are the largest cluster that every device runs
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
-_HAT, _SUM, _AFTER, _SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
+HAT, SUM, AFTER, SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
 
 
 class Result(NamedTuple):
@@ -85,18 +85,24 @@ def forward(
     rstd = x.new_empty(M * groups, dtype=torch.float32)
     mean = torch.empty_like(rstd) if layer else None
     residual = None if residual is None else tma_ready(residual)
-    vectors = [None if t is None else aligned(t.contiguous()) for t in (bias, gamma, beta)]
-    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
-    form = _HAT * write_hat + _SUM * write_z + _SAVE * saves
+    vectors, kinds = parameter_vectors(bias, gamma, beta)
+    form = HAT * write_hat + SUM * write_z + SAVE * saves
     other, ends = y if side is None else side, (*vectors, mean, rstd)
     sizes = (M, N // groups, -(-K // BLOCK), members, groups, gapless_bytes(x))
     if residual is None:
         args = (x, weight, y, other, x, None, *ends, 0, *sizes)
     else:
-        form += {"before": _BEFORE, "after": _AFTER}[str(position)]
+        form += {"before": _BEFORE, "after": AFTER}[str(position)]
         args = (x, quads(weight), x, y, other, residual, *ends, N, residual.stride(0), *sizes, gapless_bytes(residual))
     kernel(members * clusters, *args, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
+
+
+def parameter_vectors(*parameters: Tensor | None) -> tuple[list[Tensor | None], list[int]]:
+    """Vectors as kernels read them, and their kinds."""
+    vectors = [None if t is None else aligned(t.contiguous()) for t in parameters]
+    kinds = [_ABSENT if t is None else _WIDE if t.dtype == torch.float32 else _NARROW for t in vectors]
+    return vectors, kinds
 
 
 def gapless_bytes(t: Tensor) -> int:

@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .attention_exchange import ROWS, own_address, row_layout
+from .barriers import arrive_asm
 from .postnorm_cluster_common import COLUMNS
 from .postnorm_multiply import RMS
 
@@ -19,21 +20,10 @@ def meet_cluster():
     gl.inline_asm(asm, "=r", [], gl.int32, is_pure=False)
 
 
-@gluon.constexpr_function
-def _release(outputs, inputs):
-    (bar,), (wanted,) = inputs
-    return f"""{{ .reg .pred p, q;
-    setp.ne.b32 q, {wanted}, 0;
-    bar.warp.sync 0xffffffff;
-    elect.sync _|p, 0xffffffff;
-    and.pred p, p, q;
-    @p mbarrier.arrive.shared::cta.b64 _, [{bar}]; }}"""
-
-
 @gluon.jit
 def release(bar, wanted):
     """Hand a slot back, once per warp: the language's arrivals synchronise the warpgroup around every one."""
-    gl.inline_asm(_release, "r,r,~{memory}", [own_address(bar), gl.to_tensor(wanted).to(gl.int32)], (), is_pure=False)
+    gl.inline_asm(arrive_asm, "r,r,~{memory}", [own_address(bar), gl.to_tensor(wanted).to(gl.int32)], (), is_pure=False)
 
 
 @gluon.constexpr_function

@@ -2,9 +2,8 @@
 residual into them. It serves what has one.
 
 Rows of W come in such an order that a thread's columns of the result follow each other (postnorm_rows.py): so residuals
-come and results go in 16 bytes per thread, from and to memory, past shared memory, whose bandwidth the products need (96 of
-128 bytes a clock, and x comes besides), and no warp of a consumer waits for another after the product. k-blocks of W are
-awaited one by one.
+come and results go in 16 bytes per thread, from and to memory. For residuals that takes less time than 4 bytes, for results
+more than TMA from shared memory (docs/techniques/cluster.md). k-blocks of W are awaited one by one.
 """
 
 from triton.experimental import gluon

@@ -7,6 +7,8 @@ A thread has pairs of columns 8 j + 2 (lane % 4) of rows lane / 4 and lane / 4 +
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from .postnorm_rows import widen
+
 
 @gluon.constexpr_function
 def _places(at, pitch, rows):
@@ -34,10 +36,7 @@ def _add(narrow, outputs, inputs):
     for j in range(n):
         for k, word in enumerate((f"low{j}", f"high{j}")):
             i = 4 * j + 2 * k
-            if narrow == "bf16":
-                lines.append(f"shl.b32 t, {word}, 16; mov.b32 even, t; and.b32 t, {word}, 0xffff0000; mov.b32 odd, t;")
-            else:
-                lines.append(f"mov.b32 {{l, h}}, {word}; cvt.f32.f16 even, l; cvt.f32.f16 odd, h;")
+            lines.append(widen(narrow, word))
             lines.append(f"add.f32 {out[i]}, {values[i]}, even; add.f32 {out[i + 1]}, {values[i + 1]}, odd;")
     return "\n".join([*lines, "}"])
 

@@ -83,16 +83,21 @@ def load_rows(ptr, pitch, row, end, column, width):
 
 
 @gluon.constexpr_function
+def widen(narrow, word):
+    """Text that sets `even` and `odd` to the two 16-bit values of a word."""
+    if narrow == "bf16":
+        return f"shl.b32 t, {word}, 16; mov.b32 even, t; and.b32 t, {word}, 0xffff0000; mov.b32 odd, t;"
+    return f"mov.b32 {{l, h}}, {word}; cvt.f32.f16 even, l; cvt.f32.f16 odd, h;"
+
+
+@gluon.constexpr_function
 def _add(narrow, outputs, inputs):
     """Word 8 J + 4 k + i of the pairs has the registers e + 2 k + 4 (4 J + i) of the accumulator, k: row + 8."""
     (out,), (words, values) = outputs, inputs
     lines = ["{ .reg .b16 h, l; .reg .b32 t; .reg .f32 even, odd;"]
     for w, word in enumerate(words):
         i = 4 * (4 * (w >> 3) + (w & 3)) + 2 * (w >> 2 & 1)
-        if narrow == "bf16":
-            lines.append(f"shl.b32 t, {word}, 16; mov.b32 even, t; and.b32 t, {word}, 0xffff0000; mov.b32 odd, t;")
-        else:
-            lines.append(f"mov.b32 {{l, h}}, {word}; cvt.f32.f16 even, l; cvt.f32.f16 odd, h;")
+        lines.append(widen(narrow, word))
         lines.append(f"add.f32 {out[i]}, {values[i]}, even; add.f32 {out[i + 1]}, {values[i + 1]}, odd;")
     return "\n".join([*lines, "}"])
 
