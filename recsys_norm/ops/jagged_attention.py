@@ -17,7 +17,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from recsys_norm.ops import jagged_torch
 from recsys_norm.ops.activations import get, head_runs, resolve
-from recsys_norm.ops.inputs import in_a_row
+from recsys_norm.ops.inputs import autocast, in_a_row
 from recsys_norm.ops.jagged_torch import Attention
 from recsys_norm.ops.operators import define
 
@@ -70,7 +70,7 @@ def jagged_attention(
 
     Deterministic, except the gradients of flash attention, which need torch.use_deterministic_algorithms(True).
     """
-    q_THd, k_UHd, v_UHd = _autocast(q_THd, k_UHd, v_UHd)
+    q_THd, k_UHd, v_UHd = autocast(q_THd, k_UHd, v_UHd)
     _check(q_THd, k_UHd, v_UHd, q_offsets_B1, k_offsets_B1, max_q_len, max_k_len, window, implementation)
     q_offsets_B1, k_offsets_B1 = in_a_row(q_offsets_B1, k_offsets_B1)
     heads, d = q_THd.shape[1:]
@@ -84,14 +84,6 @@ def jagged_attention(
     if names is None:
         return torch.ops.recsys_norm.jagged_softmax(*tensors, *lengths, scale, causal, window)[0]
     return torch.ops.recsys_norm.gdpa(*tensors, *lengths, ",".join(names), scale, causal, window)
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    device = tensors[0].device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(t.to(dtype) for t in tensors)
 
 
 def _check(q, k, v, q_offsets, k_offsets, max_q_len, max_k_len, window, implementation) -> None:
