@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .attention_activations import tanh
 from .facts import PLAIN, keep_asm, own_shift
 from .gdpa_backward_moves import (
     add_left,
@@ -69,7 +70,7 @@ from .gdpa_backward_ranges import (
     part,
     whole,
 )  # fmt: skip
-from .lazy_kernels import await_phase
+from .lazy_kernels import accumulator_layout, await_phase
 from .variants import Tile, Variant
 
 STAGES = gl.constexpr(2)  # blocks of q and dO in shared memory
@@ -113,16 +114,6 @@ def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, k
 # ---- consumers -------------------------------------------------------------------------------------------------------
 
 
-@gluon.constexpr_function
-def accumulator(columns):
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, columns, 16])
-
-
-@gluon.jit
-def tanh(x):
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
 @gluon.jit
 def activation(z, ACT: gl.constexpr):
     """(act(x), 2 act'(x)) for x = 2 z, with t = tanh(u): y = z + z t and 2 y' = 1 + t + (1 - t^2) z du/dz. For gelu u is
@@ -143,7 +134,7 @@ def activation(z, ACT: gl.constexpr):
 @gluon.jit
 def scores(k, q):
     """k q^T on its way."""
-    s = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
+    s = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator_layout(BLOCK))
     return warpgroup_mma(k, q.permute((1, 0)), s, use_acc=False, is_async=True)
 
 
@@ -197,7 +188,7 @@ def consume(
         dk = warpgroup_mma(t, q_s.index(stage), dk, is_async=True)
         await_phase(t_full, turn & 1)
         dv, p = warpgroup_mma_wait(1, deps=(dv, p))
-        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
+        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator_layout(BLOCK))
         z = turn >> 29
         at = 4 * place + W + z
         dq = warpgroup_mma(t_s.index(z).permute((1, 0)), k_panels.index(at), dq, use_acc=False, is_async=True)
@@ -218,7 +209,7 @@ def consumer(
     dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full, free, t_full,
     t_free, half, W: gl.constexpr, ACT: gl.constexpr,
 ):  # fmt: skip
-    wide: gl.constexpr = accumulator(WIDTH)
+    wide: gl.constexpr = accumulator_layout(WIDTH)
     turn = 0
     for i in range(count_parts(facts)):
         place = i & 1

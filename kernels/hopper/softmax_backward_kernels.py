@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .facts import PLAIN, keep_asm, number, own_shift
-from .gdpa_backward_kernels import STAGES, accumulator, await_block, scores
+from .gdpa_backward_kernels import STAGES, await_block, scores
 from .gdpa_backward_moves import arrive, clear, clear_slack, keep_rows, send_block, store_rows
 from .gdpa_backward_ranges import (
     BLOCK,
@@ -54,7 +54,7 @@ from .gdpa_backward_ranges import (
     note,
     whole,
 )  # fmt: skip
-from .lazy_kernels import await_phase
+from .lazy_kernels import accumulator_layout, await_phase
 from .softmax_backward_loader import count_parts, loader
 from .softmax_backward_moves import PARTS, REACH, SCALE, WINDOW, blank, put_partial, slopes, take_partial, weights
 from .variants import Tile, Variant
@@ -115,7 +115,7 @@ def consume_none(
     blank(t_s.index(W), facts)
     fence_async_shared()
     arrive(t_full)
-    dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
+    dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator_layout(BLOCK))
     new = is_new(facts, notes, place, first)
     past = take_partial(dq, facts, note(notes, place, KEY) + first, new, W)
     await_phase(t_full, turn & 1)
@@ -164,7 +164,7 @@ def consume(
         past = take_partial(s, facts, note(notes, place, KEY) + first, new, W)
         await_phase(t_full, turn & 1)
         dv, weight = warpgroup_mma_wait(1, deps=(dv, weight))
-        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator(BLOCK))
+        dq = gl.zeros([BLOCK, BLOCK], gl.float32, accumulator_layout(BLOCK))
         dq = half_of_dq(k_panels, t_s, turn, place, dq, W)
         turn += 1
         dq, dk, t = warpgroup_mma_wait(0, deps=(dq, dk, t))
@@ -198,7 +198,7 @@ def consumer(
     dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, stats_s, facts, notes, kv_full, kv_free, full, free,
     t_full, t_free, factor, W: gl.constexpr,
 ):  # fmt: skip
-    wide: gl.constexpr = accumulator(WIDTH)
+    wide: gl.constexpr = accumulator_layout(WIDTH)
     turn = 0
     for i in range(whole(facts, PARTS)):
         place = i & 1
