@@ -29,7 +29,6 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
-        self.prefetched = []  # addresses, by instruction
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
@@ -51,10 +50,8 @@ class Machine:
         kind = name.split(".")
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
-        if kind[0] == "prefetch":
-            return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
-        if kind[0] in ("stmatrix", "ldmatrix"):
-            return self._matrices(kind[0], *operands[:: 1 if kind[0] == "stmatrix" else -1])
+        if kind[0] == "stmatrix":
+            return self._store_matrices(*operands)
         target, *sources = operands
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))
@@ -69,11 +66,11 @@ class Machine:
 
     def _compute(self, kind, v):
         op, last = kind[0], kind[-1]
-        if last == "f32" and op in ("add", "sub", "mul", "fma", "neg"):
+        if last == "f32" and op in ("add", "sub", "mul", "fma"):
             f = [real(x).astype(np.float64) for x in v]  # a product of two fp32 is exact in fp64
             with np.errstate(all="ignore"):
                 result = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-                          "fma": lambda a, b, c: a * b + c, "neg": lambda a: -a}[op](*f)  # fmt: skip
+                          "fma": lambda a, b, c: a * b + c}[op](*f)  # fmt: skip
             return bits(result.astype(np.float32))
         mask = 0xFFFFFFFF if last.endswith("32") else -1
         if op == "cvt":
@@ -112,23 +109,17 @@ class Machine:
                 old = self.registers.get(name, np.zeros(THREADS, np.int64))
                 self.registers[name] = np.where(active, words.view(np.int64)[:, 0], old)
 
-    def _matrices(self, name, address, registers):
+    def _store_matrices(self, address, registers):
         """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4."""
         names = [n.strip() for n in registers.strip("{}").split(",")]
         base, _, offset = address.strip("[]").partition("+")
         at = (self.registers[base.strip()] + int(offset or 0)).reshape(4, 32)
-        if name == "ldmatrix":
-            self.registers |= {n: np.zeros(THREADS, np.int64) for n in names}
         for warp in range(4):
             for lane in range(32):
                 for matrix, register in enumerate(names):
                     place = at[warp, 8 * matrix + lane // 4] + 4 * (lane % 4)
-                    if name == "ldmatrix":
-                        word = self.shared[place : place + 4].view(np.uint32)[0]
-                        self.registers[register][32 * warp + lane] = word
-                    else:
-                        word = np.uint32(self.registers[register][32 * warp + lane])
-                        self.shared[place : place + 4] = np.frombuffer(word.tobytes(), np.uint8)
+                    word = np.uint32(self.registers[register][32 * warp + lane])
+                    self.shared[place : place + 4] = np.frombuffer(word.tobytes(), np.uint8)
 
 
 def unswizzled(data):
