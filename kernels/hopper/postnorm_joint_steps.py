@@ -1,0 +1,422 @@
+"""Of the post-norm kernel whose consumers run one text (postnorm_joint_kernels.py): what a warp does with 16 rows and the
+128 columns of z of a CTA. It waits for no other warp of the CTA.
+
+Registers of an accumulator: bit 0 of a number is the column's bit 0, bit 1 the row + 8, the rest 8 columns of the product.
+Those are columns of the result, or with QUADS in the order of postnorm_rows.py.
+"""
+
+import struct
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from .postnorm_joint_product import await_phase, layout, row_type, tile_type
+from .postnorm_multiply import RMS, _register_row
+from .postnorm_rows import _places, _there, widen
+
+SHARES = tuple(struct.pack(">f", 1 / (j + 1)).hex() for j in range(8))  # of a part of 128 columns after j others
+WEIGHTS = tuple(struct.pack(">f", 128 * j / (j + 1)).hex() for j in range(8))
+CAUTIOUS = "43800000"  # 256: where the mean's square is so many times the variance, squares are summed about the mean
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def column_loads(quads, base, names):
+    """Text that loads a vector's values for a thread's 32 columns of the product: names[2 j + e] for column 8 j + e."""
+    shift = 5 if quads else 3
+    lines = [f"{{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 3; shl.b32 t, t, {shift}; add.u32 t, t, {base};"]
+    n = 4 if quads else 2
+    for i in range(32 // n):
+        at = 128 * (i >> 1) + 16 * (i & 1) if quads else 32 * i
+        lines.append(f"ld.shared.v{n}.f32 {{{', '.join(names[n * i : n * i + n])}}}, [t + {at}];")
+    return [*lines, "}"]
+
+
+@gluon.constexpr_function
+def _begin(quads, outputs, inputs):
+    (out,), ((base,),) = outputs, inputs
+    first = [out[4 * j + e] for j in range(16) for e in range(2)]
+    lines = column_loads(quads, base, first)
+    lines += [f"mov.f32 {out[4 * j + 2 + e]}, {out[4 * j + e]};" for j in range(16) for e in range(2)]
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _begin_plain(outputs, inputs):
+    return _begin(False, outputs, inputs)
+
+
+@gluon.constexpr_function
+def _begin_quads(outputs, inputs):
+    return _begin(True, outputs, inputs)
+
+
+BEGUN = gl.constexpr(",".join(["=&f"] * 64 + ["r", "~{memory}"]))
+
+
+@gluon.jit
+def begin(vector, QUADS: gl.constexpr):
+    """An accumulator that starts with the bias."""
+    asm: gl.constexpr = _begin_quads if QUADS else _begin_plain
+    return gl.inline_asm(asm, BEGUN, [vector], tile_type(), is_pure=False)
+
+
+@gluon.constexpr_function
+def _affine(quads, outputs, inputs):
+    (out,), (values, (gamma,), (beta,)) = outputs, inputs
+    lines = [f"{{ .reg .f32 {', '.join(f'g{i}, b{i}' for i in range(32))};"]
+    lines += column_loads(quads, gamma, [f"g{i}" for i in range(32)])
+    lines += column_loads(quads, beta, [f"b{i}" for i in range(32)])
+    for i, (o, v) in enumerate(zip(out, values)):
+        c = 2 * (i >> 2) + (i & 1)
+        lines.append(f"fma.rn.f32 {o}, {v}, g{c}, b{c};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _affine_plain(outputs, inputs):
+    return _affine(False, outputs, inputs)
+
+
+@gluon.constexpr_function
+def _affine_quads(outputs, inputs):
+    return _affine(True, outputs, inputs)
+
+
+TIED_AFFINE = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r", "r", "~{memory}"]))
+
+
+@gluon.jit
+def affine(acc, gamma, beta, QUADS: gl.constexpr):
+    asm: gl.constexpr = _affine_quads if QUADS else _affine_plain
+    return gl.inline_asm(asm, TIED_AFFINE, [acc, gamma, beta], tile_type(), is_pure=False)
+
+
+# ---- residual --------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _load(half, outputs, inputs):
+    """64 of a thread's columns: 2 times 8 neighbouring ones in each of its rows, 0 where there is nothing."""
+    (out,), places = outputs, [i[0] for i in inputs]
+    lines = ["{", *_places(*places), *(f"mov.b32 {o}, 0;" for o in out)]
+    for part in range(2):
+        lines.append(_there(2 * half + part))
+        for k, (there, row) in enumerate((("a", "here"), ("b", "below"))):
+            words = ", ".join(out[8 * part + 4 * k : 8 * part + 4 * k + 4])
+            lines.append(f"@{there} ld.global.v4.b32 {{{words}}}, [{row} + {64 * (2 * half + part)}];")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _load_first(outputs, inputs):
+    return _load(0, outputs, inputs)
+
+
+@gluon.constexpr_function
+def _load_second(outputs, inputs):
+    return _load(1, outputs, inputs)
+
+
+@gluon.constexpr_function
+def pairs_type():
+    return gl.distributed_type(gl.int32, [256, 32], layout(32))
+
+
+@gluon.jit
+def load_residual(ptr, pitch, row, end, column, width, HALF: gl.constexpr):
+    """Pairs of 16-bit values of rows row, row + 1 .. before `end` and of `width` columns, a multiple of 8, from `column` on;
+    0 elsewhere. `pitch`: row stride in elements. Columns before or after the 64th."""
+    asm: gl.constexpr = _load_first if HALF == 0 else _load_second
+    args = [ptr, pitch, row, end, column, width]
+    return gl.inline_asm(asm, ("=&r", "l", "l", "r", "r", "r", "r"), args, pairs_type(), is_pure=False)
+
+
+@gluon.constexpr_function
+def _add(narrow, outputs, inputs):
+    """Word 8 J + 4 k + i of a half has the registers e + 2 k + 4 (4 J + i) of that half, k: row + 8."""
+    (out,), (*halves, values) = outputs, inputs
+    lines = ["{ .reg .b16 h, l; .reg .b32 t; .reg .f32 even, odd;"]
+    for w, name in enumerate([*halves[0], *halves[1]]):
+        i = 4 * (4 * (w >> 3) + (w & 3)) + 2 * (w >> 2 & 1)
+        lines.append(widen(narrow, name))
+        lines.append(f"add.f32 {out[i]}, {values[i]}, even; add.f32 {out[i + 1]}, {values[i + 1]}, odd;")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _add_bf16(outputs, inputs):
+    return _add("bf16", outputs, inputs)
+
+
+@gluon.constexpr_function
+def _add_fp16(outputs, inputs):
+    return _add("fp16", outputs, inputs)
+
+
+@gluon.jit
+def add_residual(acc, first, second, dtype: gl.constexpr):
+    asm: gl.constexpr = _add_bf16 if dtype == gl.bfloat16 else _add_fp16
+    return gl.inline_asm(asm, ("=f", "r", "r", "f"), [first, second, acc], acc.type, is_pure=True)
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def over_quad(names):
+    """Text that sums values over the four lanes that have the same rows."""
+    lines = []
+    for lane in (2, 1):
+        lines += [f"shfl.sync.bfly.b32 t{i}, {name}, {lane}, 0x1f, 0xffffffff;" for i, name in enumerate(names)]
+        lines += [f"add.f32 {name}, {name}, t{i};" for i, name in enumerate(names)]
+    return lines
+
+
+@gluon.constexpr_function
+def sums(values, powers):
+    """Text for the sums of values (s0, s1) and of their squares (q0, q1) in a thread's two rows, each in two chains."""
+    lines = []
+    for i, v in enumerate(values):
+        r, start = _register_row(i) + 2 * (i & 1), i < 4
+        if 1 in powers:
+            lines.append(f"mov.f32 s{r}, {v};" if start else f"add.f32 s{r}, s{r}, {v};")
+        if 2 in powers:
+            lines.append(f"mul.f32 q{r}, {v}, {v};" if start else f"fma.rn.f32 q{r}, {v}, {v}, q{r};")
+    names = [n for n, power in (("s", 1), ("q", 2)) if power in powers]
+    return lines + [f"add.f32 {n}{r}, {n}{r}, {n}{r + 2};" for n in names for r in range(2)]
+
+
+@gluon.constexpr_function
+def _squares(outputs, inputs):
+    (square,), (values,) = outputs, inputs
+    lines = ["{ .reg .f32 q<4>, t<2>;", *sums(values, (2,)), *over_quad(["q0", "q1"])]
+    return "\n".join([*lines, f"mov.f32 {square[0]}, q0; mov.f32 {square[1]}, q1; }}"])
+
+
+@gluon.constexpr_function
+def deviations(quads, values, mean, width):
+    """Text for q0 and q1 as sums of squared deviations from the mean, of the columns before `width`, a multiple of 8."""
+    lines = ["mov.u32 w, %tid.x; and.b32 w, w, 3; shl.b32 w, w, 3;" if quads else "mov.b32 w, 0;"]
+    lines.append(f"sub.s32 w, {width}, w;")
+    lines += [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
+    for i, v in enumerate(values):
+        r = _register_row(i)
+        if i % (16 if quads else 4) == 0:
+            lines.append(f"setp.gt.s32 p, w, {2 * i};")
+        lines.append(f"sub.f32 t0, {v}, {mean[r]}; @p fma.rn.f32 q{r + 2 * (i & 1)}, t0, t0, q{r + 2 * (i & 1)};")
+    return lines + [f"add.f32 q{r}, q{r}, q{r + 2};" for r in range(2)] + over_quad(["q0", "q1"])
+
+
+@gluon.constexpr_function
+def _moments(quads, outputs, inputs):
+    """Mean and squared deviations of the columns before `width`; those after are 0. In one pass over the values, and where
+    that loses digits, as with a large mean or in constant rows, in a second one."""
+    (mean, square), (values, (width,), (share,)) = outputs, inputs
+    lines = [f"{{ .reg .f32 s<4>, q<4>, t<4>, many; .reg .pred p, c; .reg .b32 w; mov.f32 many, 0f{CAUTIOUS};"]
+    lines += [*sums(values, (1, 2)), *over_quad(["s0", "q0", "s1", "q1"])]
+    for r in range(2):
+        lines.append(f"mul.f32 {mean[r]}, s{r}, {share}; mul.f32 t{r}, s{r}, {mean[r]};")
+        lines.append(f"sub.f32 {square[r]}, q{r}, t{r}; mul.f32 t{r + 2}, {square[r]}, many;")
+    lines.append("setp.gt.f32 p, t0, t2; setp.gt.f32 c, t1, t3; or.pred p, p, c; vote.sync.any.pred p, p, 0xffffffff;")
+    lines += ["@!p bra done;", *deviations(quads, values, mean, width)]
+    return "\n".join([*lines, *(f"mov.f32 {square[r]}, q{r};" for r in range(2)), "done: mov.b32 w, 0; }"])
+
+
+@gluon.constexpr_function
+def _moments_plain(outputs, inputs):
+    return _moments(False, outputs, inputs)
+
+
+@gluon.constexpr_function
+def _moments_quads(outputs, inputs):
+    return _moments(True, outputs, inputs)
+
+
+@gluon.jit
+def statistics(acc, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
+    """Per row: mean (0 for RMS) and sum of squared deviations from it, over the CTA's columns. `share`: 1 / width."""
+    kind: gl.constexpr = row_type()
+    if NORM == RMS:
+        square = gl.inline_asm(_squares, ("=&f", "f"), [acc], kind, is_pure=False)
+        mean = gl.zeros_like(square)
+    else:
+        asm: gl.constexpr = _moments_quads if QUADS else _moments_plain
+        args = [acc, width, share]
+        mean, square = gl.inline_asm(asm, ("=&f", "=&f", "f", "r", "f"), args, (kind, kind), is_pure=False)
+    return mean, square
+
+
+# ---- whole rows ------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _send(peers, inputs):
+    """Lane l of a quad sends its rows' part to CTAs l and l + 4; lane 0 of the warp says how much the warp awaits."""
+    (buffer,), (bar,), (rank,), (members,), mean, square = inputs
+    values = f"{{{mean[0]}, {square[0]}, {mean[1]}, {square[1]}}}"
+    send = f"""setp.lt.u32 p, peer, {members};
+    @p mapa.shared::cluster.u32 to, at, peer;
+    @p mapa.shared::cluster.u32 done, {bar}, peer;
+    @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {values}, [done];
+    """
+    return f"""{{ .reg .pred p; .reg .b32 t, peer, at, to, done;
+    mov.u32 t, %tid.x; and.b32 at, t, 31; setp.eq.u32 p, at, 0; shl.b32 at, {members}, 7;
+    @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], at;
+    and.b32 at, t, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};
+    shl.b32 peer, {rank}, 9; add.u32 at, at, peer;
+    and.b32 peer, t, 3;
+    {"add.u32 peer, peer, 4; ".join([send] * (peers // 4))} }}"""
+
+
+@gluon.constexpr_function
+def _send4(outputs, inputs):
+    return _send(4, inputs)
+
+
+@gluon.constexpr_function
+def _send8(outputs, inputs):
+    return _send(8, inputs)
+
+
+@gluon.jit
+def send(buffer, bar, rank, members, mean, square, PEERS: gl.constexpr):
+    """The CTA's part of a warp's rows to everyone."""
+    asm: gl.constexpr = _send4 if PEERS == 4 else _send8
+    args = [buffer, bar, rank, members, mean, square]
+    gl.inline_asm(asm, "r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
+
+
+@gluon.constexpr_function
+def part_of(peer, members):
+    """Text that loads a part of a thread's two rows, zeros where there is no such peer."""
+    lines = [f"setp.gt.u32 p, {members}, {peer};", *(f"mov.f32 v{i}, 0f00000000;" for i in range(4))]
+    return [*lines, f"@p ld.shared.v4.f32 {{v0, v1, v2, v3}}, [at + {512 * peer}];"]
+
+
+@gluon.constexpr_function
+def collected(layer, peers, outputs, inputs):
+    """Chan's formula, part by part: a part of n columns after m others moves the mean by n / (m + n) of their difference and
+    adds m n / (m + n) of its square. All parts have 128 columns but the last, `part` and `weight` are its two factors."""
+    (mean, square), ((buffer,), (members,), (part,), (weight,)) = outputs, inputs
+    lines = ["{ .reg .pred p, q; .reg .b32 at; .reg .f32 d, f, g, v<4>;"]
+    lines.append(f"mov.u32 at, %tid.x; and.b32 at, at, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};")
+    for j in range(peers):
+        lines += part_of(j, members)
+        if j == 0:
+            lines += [f"mov.f32 {mean[i]}, v{2 * i}; mov.f32 {square[i]}, v{2 * i + 1};" for i in range(2)]
+            continue
+        if layer:
+            lines.append(f"setp.eq.u32 q, {members}, {j + 1};")
+            for name, values, ending in (("f", SHARES, part), ("g", WEIGHTS, weight)):
+                lines.append(f"selp.f32 {name}, 0f{values[j]}, 0f00000000, p; selp.f32 {name}, {ending}, {name}, q;")
+        for i in range(2):
+            lines.append(f"add.f32 {square[i]}, {square[i]}, v{2 * i + 1};")
+            if layer:
+                lines.append(f"sub.f32 d, v{2 * i}, {mean[i]}; fma.rn.f32 {mean[i]}, d, f, {mean[i]};")
+                lines.append(f"mul.f32 v{2 * i}, d, g; fma.rn.f32 {square[i]}, v{2 * i}, d, {square[i]};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def collect_text(layer, peers):
+    operands = [f"${i}" for i in range(8)]
+    return collected(layer, peers, (operands[:2], operands[2:4]), tuple((o,) for o in operands[4:]))
+
+
+@gluon.jit
+def collect(buffer, bar, phase, members, part, weight, NORM: gl.constexpr, PEERS: gl.constexpr):
+    """(mean, or 0 for RMS; sum of squared deviations from it) of whole rows, once all parts are there."""
+    kind: gl.constexpr = row_type()
+    asm: gl.constexpr = collect_text(NORM != RMS, PEERS)
+    await_phase(bar, phase)
+    args = [buffer, members, part, weight]
+    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
+
+
+@gluon.constexpr_function
+def _scales(outputs, inputs):
+    (rstd, shift), (mean, square, (inverse,), (eps,)) = outputs, inputs
+    lines = []
+    for r in range(2):
+        lines.append(f"fma.rn.f32 {rstd[r]}, {square[r]}, {inverse}, {eps}; rsqrt.approx.f32 {rstd[r]}, {rstd[r]};")
+        lines.append(f"mul.f32 {shift[r]}, {mean[r]}, {rstd[r]}; neg.f32 {shift[r]}, {shift[r]};")
+    return "\n".join(lines)
+
+
+@gluon.constexpr_function
+def _normalise(outputs, inputs):
+    (out,), (values, scale, shift) = outputs, inputs
+    text = "fma.rn.f32 {}, {}, {}, {};"
+    return "\n".join(
+        text.format(o, v, scale[_register_row(i)], shift[_register_row(i)]) for i, (o, v) in enumerate(zip(out, values))
+    )
+
+
+@gluon.constexpr_function
+def _normalise_rms(outputs, inputs):
+    (out,), (values, scale) = outputs, inputs
+    return "\n".join(f"mul.f32 {o}, {v}, {scale[_register_row(i)]};" for i, (o, v) in enumerate(zip(out, values)))
+
+
+@gluon.jit
+def scales(mean, square, inverse, eps):
+    """(rstd, -mean * rstd) of whole rows."""
+    kind: gl.constexpr = row_type()
+    args = [mean, square, inverse, eps]
+    return gl.inline_asm(_scales, ("=&f", "=&f", "f", "f", "f", "f"), args, (kind, kind), is_pure=True)
+
+
+@gluon.jit
+def normalise(acc, rstd, shift, NORM: gl.constexpr):
+    if NORM == RMS:
+        hat = gl.inline_asm(_normalise_rms, ("=f", "f", "f"), [acc, rstd], tile_type(), is_pure=True)
+    else:
+        hat = gl.inline_asm(_normalise, ("=f", "f", "f", "f"), [acc, rstd, shift], tile_type(), is_pure=True)
+    return hat
+
+
+@gluon.constexpr_function
+def _save(layer, narrow, outputs, inputs):
+    """Lane l of a quad stores one value: rstd of its first or second row, or the mean of one less the row's first value, as
+    that is read where z is kept."""
+    (mean_ptr,), (rstd_ptr,), mean, rstd, values, (row,), (end,), (groups,) = inputs
+    lines = ["{ .reg .pred p, q, m; .reg .b32 t, v, u; .reg .f32 a, f, d<2>; .reg .b16 h; .reg .b64 at, n;"]
+    lines.append("mov.u32 t, %tid.x; and.b32 v, t, 96; shr.u32 v, v, 1;")
+    lines.append("and.b32 u, t, 28; shr.u32 u, u, 2; add.u32 v, v, u;")
+    lines.append(f"and.b32 u, t, 1; setp.ne.u32 q, u, 0; shl.b32 u, u, 3; add.u32 v, v, u; add.u32 v, v, {row};")
+    lines.append(f"and.b32 u, t, 2; setp.ne.u32 m, u, 0; setp.lt.s32 p, v, {end}; mov.b64 at, {rstd_ptr};")
+    lines.append(f"selp.f32 a, {rstd[1]}, {rstd[0]}, q; mul.wide.s32 n, v, {groups}; shl.b64 n, n, 2;")
+    for r in range(2 if layer else 0):
+        lines.append(f"shfl.sync.idx.b32 f, {values[2 * r]}, 0, 0x1c1f, 0xffffffff;")
+        lines.append(f"cvt.rn.{narrow}.f32 h, f; cvt.f32.{narrow} f, h; sub.f32 d{r}, {mean[r]}, f;")
+    if layer:
+        lines.append(f"selp.f32 f, d1, d0, q; @m mov.f32 a, f; @m mov.b64 at, {mean_ptr};")
+    else:
+        lines.append("setp.eq.and.u32 p, u, 0, p;")
+    return "\n".join([*lines, "add.s64 at, at, n; @p st.global.f32 [at], a; }"])
+
+
+@gluon.constexpr_function
+def _save_rms(outputs, inputs):
+    return _save(False, "", outputs, inputs)
+
+
+@gluon.constexpr_function
+def _save_bf16(outputs, inputs):
+    return _save(True, "bf16", outputs, inputs)
+
+
+@gluon.constexpr_function
+def _save_fp16(outputs, inputs):
+    return _save(True, "f16", outputs, inputs)
+
+
+@gluon.jit
+def save(mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups, NORM: gl.constexpr, dtype: gl.constexpr):
+    """`row`: the block's first; `groups` values per row."""
+    layer: gl.constexpr = _save_bf16 if dtype == gl.bfloat16 else _save_fp16
+    asm: gl.constexpr = _save_rms if NORM == RMS else layer
+    args = [mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups]
+    gl.inline_asm(asm, ("l", "l", "f", "f", "f", "r", "r", "r"), args, (), is_pure=False)
