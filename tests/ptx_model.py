@@ -1,5 +1,6 @@
 """A model of the PTX that the Hopper kernels write by hand, for the few instructions that they use: it runs on 128 threads
-at once, one after another in text order, over byte arrays for shared and global memory."""
+at once, one after another in text order, over byte arrays for shared and global memory. Branches go forward only. Copies by
+TMA are noted, barriers and fences passed over."""
 
 import re
 
@@ -29,14 +30,20 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
+        self.copies = []  # (thread, operands) of every copy
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
         self.registers |= {"%tid.x": LANES.copy()}
+        self.beyond = {}  # label -> the threads that have branched to it
         body = text.strip().removeprefix("{").removesuffix("}")
         for statement in (s.strip() for s in body.replace("\n", " ").split(";")):
             if statement[:1] in ("{", "}"):  # of an inner scope, whose names are unique
                 statement = statement.lstrip("{} ")
+            label, colon, rest = statement.partition(":")
+            if colon and label.isidentifier() and not rest.startswith(":"):
+                self.beyond.pop(label, None)
+                statement = rest.strip()
             if statement and not statement.startswith(".reg"):
                 self._step(statement)
 
@@ -45,13 +52,27 @@ class Machine:
         if statement.startswith("@"):
             predicate, statement = statement[1:].split(None, 1)
             active = self.registers[predicate.lstrip("!")].astype(bool) ^ predicate.startswith("!")
-        name, rest = statement.split(None, 1)
+        for gone in self.beyond.values():
+            active = active & ~gone
+        name, _, rest = statement.partition(" ")
+        if name == "bra":
+            self.beyond[rest] = self.beyond.get(rest, False) | active
+            return None
+        if name.startswith("cp.async.bulk.tensor"):
+            at = [self.registers[r] for r in re.findall(r"%?\w+", rest)]
+            self.copies += [(thread, *(int(a[thread]) for a in at)) for thread in np.flatnonzero(active)]
+            return None
+        if name.startswith(("cp.async", "fence", "bar.warp", "cvta")):
+            return None
         operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)]
         kind = name.split(".")
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
         if kind[0] == "stmatrix":
             return self._store_matrices(*operands)
+        if kind[0] in ("shfl", "vote"):
+            source, *more = (self._value(o, kind) for o in operands[1:])
+            return self._among_lanes(kind, operands[0], source, more, active)
         target, *sources = operands
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))
@@ -76,16 +97,25 @@ class Machine:
         if op == "cvt":
             if "bf16x2" in kind:
                 return to_bf16(real(v[0])) << 16 | to_bf16(real(v[1]))
+            if "bf16" in kind:
+                return to_bf16(real(v[0])) if last == "f32" else v[0] << 16
             return v[0]
+        if last == "f32" and op in ("rsqrt", "neg"):
+            return bits(-real(v[0]) if op == "neg" else 1 / np.sqrt(real(v[0])))
         if op == "selp":
             return np.where(v[2].astype(bool), v[0], v[1])
         if op == "mad":
             return v[0] * v[1] + v[2]
         if op == "setp":
-            a, b = v
+            a, b, *also = v
             if last == "s32":
-                a, b = ((x & 0xFFFFFFFF).astype(np.uint32).view(np.int32) for x in v)
-            return {"lt": a < b, "ge": a >= b, "ne": a != b, "eq": a == b, "gt": a > b}[kind[1]]
+                a, b = ((x & 0xFFFFFFFF).astype(np.uint32).view(np.int32) for x in (a, b))
+            if last == "f32":
+                a, b = real(a), real(b)
+            found = {"lt": a < b, "ge": a >= b, "ne": a != b, "eq": a == b, "gt": a > b}[kind[1]]
+            return found & also[0].astype(bool) if "and" in kind else found
+        if op == "mul":
+            return v[0] * v[1]  # wide
         return {"mov": lambda a: a, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "and": lambda a, b: a & b,
                 "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "shl": lambda a, b: a << b,
                 "shr": lambda a, b: a >> b}[op](*v) & mask  # fmt: skip
@@ -108,6 +138,17 @@ class Machine:
                 words[active, :size] = where[places[active]]
                 old = self.registers.get(name, np.zeros(THREADS, np.int64))
                 self.registers[name] = np.where(active, words.view(np.int64)[:, 0], old)
+
+    def _among_lanes(self, kind, target, source, more, active):
+        assert (active.reshape(4, 32) == active[::32, None]).all(), "a warp's lanes shuffle and vote together"
+        if kind[0] == "vote":
+            value = np.repeat(source.reshape(4, 32).astype(bool).any(1), 32)
+        else:
+            lane, bound = more[0], more[1]
+            held = bound >> 8 & 31  # bits of a lane's number that stay
+            lane = LANES ^ lane if "bfly" in kind else LANES & ~31 | LANES & held | lane & ~held
+            value = source[lane]
+        self.registers[target] = np.where(active, value, self.registers.get(target, np.zeros(THREADS, np.int64)))
 
     def _store_matrices(self, address, registers):
         """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4."""

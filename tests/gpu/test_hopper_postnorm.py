@@ -88,11 +88,11 @@ def test_groups(joint, norm, M, K, N, groups):
 @JOINT
 @pytest.mark.parametrize("norm", NORMS)
 def test_a_large_mean_of_the_rows_of_the_result(joint, norm):
-    """LN's mean is taken off before squaring, also in the last, narrower slice of a row."""
-    for N in (256, 760):
+    """LN's mean is taken off before squaring where it is large, also in the last, narrower slice of a row."""
+    for N, mean in ((256, 5), (760, 5), (384, 50), (760, 50), (512, 1000)):
         t = tensors_for("linear_norm", norm=norm, M=300, K=512, N=N, dtype=FP16, param_dtype=FP32)
         with torch.no_grad():
-            t["bias"] += 5
+            t["bias"] += mean
         run(norm, tensors=t)
 
 
@@ -103,6 +103,10 @@ def test_constant_and_zero_rows(joint):
         with torch.no_grad():
             t["x"][:3] = 0
             t["x"][128:131] = 100
+        run(norm, tensors=t)
+        t = tensors_for("linear_norm", norm=norm, M=300, K=512, N=384, dtype=BF16)
+        with torch.no_grad():
+            t["x"][:3], t["bias"][:] = 0, 3  # rows of z that are constant and not zero
         run(norm, tensors=t)
 
 

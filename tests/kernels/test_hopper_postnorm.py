@@ -102,14 +102,16 @@ def test_what_the_kernels_get_where_w_streams(norm, dtype, K, N, calls):
     assert box["w_desc"] == [postnorm.COLUMNS, 64] and box["x_desc"] == [64, 64]
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("position", [None, "before", "after"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
     [(8, 8, 1, "bf16_4_4", 1), (264, 384, 1, "bf16_6_4", 3), (512, 1024, 2, "bf16_8_4", 4), (512, 1000, 1, "bf16_8_8", 8)],
 )  # fmt: skip
-def test_what_the_cluster_kernels_get(norm, position, K, N, groups, kernel, members, calls):
+def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kernel, members, calls, monkeypatch):
     """A residual picks the kernel that loads it into registers, none the one that stores through shared memory."""
+    monkeypatch.setattr(postnorm_cluster, "JOINT", joint)
     x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
     gamma = torch.randn(N)
     out = postnorm_cluster.forward(
@@ -117,7 +119,8 @@ def test_what_the_cluster_kernels_get(norm, position, K, N, groups, kernel, memb
         position=position, groups=groups, write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    way = "resident" if position is None else "direct"
+    ways = ("joint_rows", "joint_quads") if joint else ("resident", "direct")
+    way = ways[position is not None]
     assert found.name == f"postnorm_{way}_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
@@ -136,23 +139,24 @@ def test_what_the_cluster_kernels_get(norm, position, K, N, groups, kernel, memb
     assert named["form"] == 1 + 8 + {None: 0, "after": 4, "before": 16}[position]
     assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
     assert named["rstd_ptr"] is out.rstd and named["mean_ptr"] is out.mean
-    if position is None:
-        assert named["side_desc"] is out.hat and named["y_desc"] is out.y and torch.equal(named["w_desc"], weight)
-        assert (named["fetch"], named["r_pitch"], named["residual_ptr"]) == (128 * K, 0, None)
-    else:
-        assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and named["residual_ptr"] is not None
-        assert torch.equal(named["w_desc"], postnorm_cluster.quads(weight))
-        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [128 * K, 128 * N, N, N]
+    rows = position is None
+    assert torch.equal(named["w_desc"], weight if rows else postnorm_cluster.quads(weight))
+    kind = "desc" if rows or joint else "ptr"
+    assert named[f"side_{kind}"] is out.hat and named[f"y_{kind}"] is out.y and (named["residual_ptr"] is None) == rows
+    assert named["r_pitch"] == (0 if rows else N) and named.get("pitch", N) == N
+    fetches = [named[n] for n in ("fetch", "x_fetch", "r_fetch") if n in named]
+    assert fetches == ([128 * K] if rows and not joint else [128 * K, 0 if rows else 128 * N])
 
 
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_rows_with_gaps_are_not_fetched_ahead(with_residual, calls):
+def test_rows_with_gaps_are_not_fetched_ahead(joint, with_residual, calls, monkeypatch):
+    monkeypatch.setattr(postnorm_cluster, "JOINT", joint)
     x, weight, residual = torch.randn(70, 72).to(BF16), torch.randn(128, 64).to(BF16), torch.randn(70, 136).to(BF16)
     residual = residual[:, :128] if with_residual else None
     postnorm_cluster.forward(x[:, :64], weight, None, None, None, residual, layer=True, eps=1e-5, position="before")
     (found, (_, *args), _), = calls  # fmt: skip
     named = dict(zip((p["name"] for p in found.entry["params"]), args))
-    if with_residual:
-        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [0, 0, 128, 136]
-    else:
-        assert named["fetch"] == 0
+    fetches = [named[n] for n in ("fetch", "x_fetch", "r_fetch") if n in named]
+    assert not any(fetches) and len(fetches) == (2 if joint or with_residual else 1)
+    assert named["r_pitch"] == (136 if with_residual else 0)
