@@ -18,19 +18,16 @@ from .postnorm_cluster_common import (
     ABSENT,
     AFFINE,
     BEFORE,
-    BETA,
-    BIAS,
     BK,
     COLUMNS,
     CONSUMERS,
-    GAMMA,
     ROWS,
     WIDE,
     fetch_ahead,
     standing,
 )
 from .postnorm_cluster_exchange import meet_cluster
-from .postnorm_joint_product import await_phase, load_w, load_x, multiply, warp_number
+from .postnorm_joint_product import await_phase, expect, load_w, load_x, multiply, thread_number, warp_number
 from .postnorm_joint_steps import (
     add_residual,
     affine,
@@ -54,8 +51,9 @@ WARPS = gl.constexpr(4)  # of a consumer
 
 
 @gluon.jit
-def loader(x, w, full, empty, loaded, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch, r_fetch,
+def loader(x, w, full, empty, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch, r_fetch,
            QUADS: gl.constexpr, ST: gl.constexpr):  # fmt: skip
+    """W comes with the first block of x, k-block by k-block and on the same barriers."""
     slot = 0
     phase = 1
     for tile in range(first, tiles, step):
@@ -63,10 +61,14 @@ def loader(x, w, full, empty, loaded, x_ptr, residual_ptr, column, group, first,
         if group == 0:
             fetch_ahead(residual_ptr, tile + step, M, r_fetch)
         for k in range(KT):
-            if tile == first:
-                load_w(w + k * (2 * COLUMNS * BK), loaded + 8 * k, k * BK, column // 32 if QUADS else column, QUADS)
+            bar = full + 8 * slot
             await_phase(empty + 8 * slot, phase)
-            load_x(x + slot * (2 * ROWS * BK), full + 8 * slot, k * BK, tile * ROWS)
+            if tile == first:
+                expect(bar, 2 * (ROWS + COLUMNS) * BK)
+                load_w(w + k * (2 * COLUMNS * BK), bar, k * BK, column // 32 if QUADS else column, QUADS)
+            else:
+                expect(bar, 2 * ROWS * BK)
+            load_x(x + slot * (2 * ROWS * BK), bar, k * BK, tile * ROWS)
             slot, phase = advance(slot, phase, ST)
 
 
@@ -74,11 +76,12 @@ def loader(x, w, full, empty, loaded, x_ptr, residual_ptr, column, group, first,
 
 
 @gluon.jit
-def consumer(x, w, places, vectors, messages, full, empty, loaded, turns, arrived, residual_ptr, mean_ptr, rstd_ptr, r_pitch,
+def consumer(x, w, places, vectors, messages, full, empty, turns, arrived, residual_ptr, mean_ptr, rstd_ptr, r_pitch,
              column, width, rank, members, N, first, step, tiles, M, KT, groups, form, eps, warp, dtype: gl.constexpr,
              NORM: gl.constexpr, QUADS: gl.constexpr, ST: gl.constexpr, PLACES: gl.constexpr,
              PEERS: gl.constexpr):  # fmt: skip
     mine = warp // WARPS
+    tid = thread_number()
     inverse = 1.0 / N.to(gl.float32)
     share = 1.0 / width.to(gl.float32)
     before_last = (members - 1) * COLUMNS  # columns
@@ -89,38 +92,38 @@ def consumer(x, w, places, vectors, messages, full, empty, loaded, turns, arrive
     turn = 0  # blocks of this consumer
     for tile in range(first + mine * step, tiles, CONSUMERS * step):
         row = tile * ROWS
-        acc = begin(vectors + 4 * BIAS * COLUMNS, QUADS)
+        acc = begin(tid, vectors, QUADS)
         if QUADS:
             if form & BEFORE:
                 before = load_residual(residual_ptr, r_pitch, row, M, column, width, 0)
                 then = load_residual(residual_ptr, r_pitch, row, M, column, width, 1)
                 acc = add_residual(acc, before, then, dtype)
-        await_phase(turns + 8 * mine, (turn & 1) ^ gl.where(mine == 0, 1, 0))
-        acc = multiply(acc, x, w, full, empty, loaded, follow, count * KT, KT, turn, dtype, ST)
+        parity = (turn & 1) ^ gl.where(mine == 0, 1, 0)
+        acc = multiply(acc, x, w, full, empty, turns + 8 * mine, parity, follow, count * KT, KT, dtype, ST)
         at = 2 * mine + (turn & 1)
         place = messages + at * (4 * PEERS * MESSAGE)
         bar = arrived + 8 * (WARPS * at + warp % WARPS)
-        mean, square = statistics(acc, width, share, NORM, QUADS)
+        mean, square = statistics(acc, tid, width, share, NORM, QUADS)
         if members > 1:
-            send(place, bar, rank, members, mean, square, PEERS)
+            send(tid, place, bar, rank, members, mean, square, PEERS)
         if form & SUM:
-            store_rows(acc, places, row, column, width, dtype, True, PLACES, QUADS)
+            store_rows(acc, tid, places, row, column, width, dtype, True, PLACES, QUADS)
         if members > 1:
-            mean, square = collect(place, bar, (turn >> 1) & 1, members, part, weight, NORM, PEERS)
+            mean, square = collect(tid, place, bar, (turn >> 1) & 1, members, part, weight, NORM, PEERS)
         rstd, shift = scales(mean, square, inverse, eps)
         if ((form & SAVE) != 0) & (rank == 0):
-            save(mean_ptr, rstd_ptr, mean, rstd, acc, row, M, groups, NORM, dtype)
+            save(tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, M, groups, NORM, dtype)
         acc = normalise(acc, rstd, shift, NORM)
         if form & HAT:
-            store_rows(acc, places, row, column, width, dtype, True, PLACES, QUADS)
+            store_rows(acc, tid, places, row, column, width, dtype, True, PLACES, QUADS)
         if form & AFFINE:
-            acc = affine(acc, vectors + 4 * GAMMA * COLUMNS, vectors + 4 * BETA * COLUMNS, QUADS)
+            acc = affine(acc, tid, vectors + 8 * COLUMNS, QUADS)
         if QUADS:
             if form & AFTER:  # not loaded before, for want of registers
                 left = load_residual(residual_ptr, r_pitch, row, M, column, width, 0)
                 right = load_residual(residual_ptr, r_pitch, row, M, column, width, 1)
                 acc = add_residual(acc, left, right, dtype)
-        store_rows(acc, places, row, column, width, dtype, False, PLACES, QUADS)
+        store_rows(acc, tid, places, row, column, width, dtype, False, PLACES, QUADS)
         count += CONSUMERS
         turn += 1
     drain()
@@ -137,16 +140,27 @@ def init_barriers(barriers, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_vector(vectors, which: gl.constexpr, ptr, kind, default: gl.constexpr, column, width, dtype: gl.constexpr):
-    """A CTA's part of bias, gamma or beta as fp32 in shared memory."""
-    j = gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [16], [0]))
-    value = gl.full([COLUMNS], default, gl.float32, j.type.layout)
+def load_vector(ptr, kind, default: gl.constexpr, j, column, width, dtype: gl.constexpr):
+    """Values j of a CTA's part of bias, gamma or beta as fp32."""
+    value = gl.full([2 * COLUMNS], default, gl.float32, j.type.layout)
     if kind == WIDE:
         value = gl.load(ptr + column + j, mask=j < width, other=default)
     elif kind != ABSENT:
         narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
         value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
-    vectors.index(which).store(value)
+    return value
+
+
+@gluon.jit
+def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width,
+                 dtype: gl.constexpr):  # fmt: skip
+    """Four values per pair of columns: its biases twice; its gammas and betas. A thread has such pairs in two rows."""
+    p = gl.arange(0, 2 * COLUMNS, gl.BlockedLayout([1], [32], [16], [0]))
+    j = 2 * (p >> 2) + (p & 1)
+    vectors.index(0).store(load_vector(bias_ptr, bias_kind, 0.0, j, column, width, dtype))
+    gamma = load_vector(gamma_ptr, gamma_kind, 1.0, j, column, width, dtype)
+    beta = load_vector(beta_ptr, beta_kind, 0.0, j, column, width, dtype)
+    vectors.index(1).store(gl.where((p & 2) == 0, gamma, beta))
 
 
 @gluon.jit(do_not_specialize=["M", "N", "KT", "members", "groups"])
@@ -188,33 +202,29 @@ def postnorm_joint_kernel(
     w_s = gl.allocate_shared_memory(dtype, [RES, COLUMNS, BK], x_desc.layout)
     y_s = gl.allocate_shared_memory(dtype, [CONSUMERS * WARPS * PLACES, 16, BK], y_desc.layout)
     messages = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PEERS * MESSAGE], FLAT)
-    vectors = gl.allocate_shared_memory(gl.float32, [3, COLUMNS], FLAT)
+    vectors = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS], FLAT)
     full = mbarrier.allocate_mbarrier(batch=ST)
     empty = mbarrier.allocate_mbarrier(batch=ST)
-    loaded = mbarrier.allocate_mbarrier(batch=RES)
     turns = mbarrier.allocate_mbarrier(batch=CONSUMERS)
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS * WARPS)
     init_barriers(full, 1)
     init_barriers(empty, WARPS)  # a slot is handed back, and a turn passed on, by a consumer's warps
-    init_barriers(loaded, 1)
     init_barriers(turns, WARPS)
     init_barriers(arrived, 1)
     gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
-    load_vector(vectors, BIAS, bias_ptr, bias_kind, 0.0, column, width, dtype)
-    load_vector(vectors, GAMMA, gamma_ptr, gamma_kind, 1.0, column, width, dtype)
-    load_vector(vectors, BETA, beta_ptr, beta_kind, 0.0, column, width, dtype)
+    load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype)
     form |= gl.where((gamma_kind != ABSENT) | (beta_kind != ABSENT), AFFINE, 0)
     gl.barrier()
     meet_cluster()
     warp = warp_number()
     x, w, vectors_at, messages_at = own_address(x_s), own_address(w_s), own_address(vectors), own_address(messages)
-    full_at, empty_at, loaded_at = own_address(full), own_address(empty), own_address(loaded)
+    full_at, empty_at = own_address(full), own_address(empty)
     if warp == CONSUMERS * WARPS:
-        loader(x, w, full_at, empty_at, loaded_at, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch,
+        loader(x, w, full_at, empty_at, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch,
                r_fetch, QUADS, ST)  # fmt: skip
     elif warp < CONSUMERS * WARPS:
         places = own_address(y_s) + warp * (2048 * PLACES)
-        consumer(x, w, places, vectors_at, messages_at, full_at, empty_at, loaded_at, own_address(turns),
+        consumer(x, w, places, vectors_at, messages_at, full_at, empty_at, own_address(turns),
                  own_address(arrived), residual_ptr, mean_ptr + group, rstd_ptr + group, r_pitch, column, width, rank,
                  members, N, first, step, tiles, M, KT, groups, form, eps, warp, dtype, NORM, QUADS, ST, PLACES,
                  PEERS)  # fmt: skip

@@ -50,6 +50,17 @@ def warp_number():
 
 
 @gluon.constexpr_function
+def _thread(outputs, inputs):
+    return f"mov.u32 {outputs[0][0]}, %tid.x;"
+
+
+@gluon.jit
+def thread_number():
+    """To be read once: each reading waits for those of shared memory."""
+    return gl.inline_asm(_thread, "=r", [], gl.int32, is_pure=False)
+
+
+@gluon.constexpr_function
 def _await(outputs, inputs):
     (bar,), (phase,) = inputs
     return f"{{ .reg .pred p; {wait_text('again', bar, phase)} }}"
@@ -64,42 +75,53 @@ def await_phase(bar, phase):
 
 
 @gluon.constexpr_function
-def _load(number, size, coordinates, outputs, inputs):
-    """One lane expects `size` bytes on a barrier and asks for them."""
-    (place,), (bar,), *at = inputs
-    form = f"{len(at) + coordinates}d"
-    where = ", ".join([at[0][0], *["zero"] * coordinates, at[1][0]])
+def _expect(outputs, inputs):
+    (bar,), (size,) = inputs
+    return f"""{{ .reg .pred e; elect.sync _|e, 0xffffffff;
+    @e mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], {size}; }}"""
+
+
+@gluon.jit
+def expect(bar, size):
+    """One lane of a warp arrives and says how many bytes are to come."""
+    gl.inline_asm(_expect, "r,r,~{memory}", [bar, size], (), is_pure=False)
+
+
+@gluon.constexpr_function
+def _load(number, zeros, inputs):
+    (place,), (bar,), (k,), (row,) = inputs
+    where = ", ".join([k, *["zero"] * zeros, row])
     return f"""{{ .reg .pred e; .reg .b64 d; .reg .b32 zero;
     elect.sync _|e, 0xffffffff; mov.b32 zero, 0;
     {map_of(number)}
-    @e mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], {size};
-    @e cp.async.bulk.tensor.{form}.shared::cluster.global.mbarrier::complete_tx::bytes
+    @e cp.async.bulk.tensor.{2 + zeros}d.shared::cluster.global.mbarrier::complete_tx::bytes
         [{place}], [d, {{{where}}}], [{bar}]; }}"""
 
 
 @gluon.constexpr_function
 def _load_x(outputs, inputs):
-    return _load(X_MAP, 8192, 0, outputs, inputs)
+    return _load(X_MAP, 0, inputs)
 
 
 @gluon.constexpr_function
 def _load_w(outputs, inputs):
-    return _load(W_MAP, 16384, 0, outputs, inputs)
+    return _load(W_MAP, 0, inputs)
 
 
 @gluon.constexpr_function
 def _load_quads(outputs, inputs):
-    return _load(W_MAP, 16384, 3, outputs, inputs)
+    return _load(W_MAP, 3, inputs)
 
 
 @gluon.jit
 def load_x(place, bar, k, row):
+    """64 rows from `row` on, 64 columns from k on."""
     gl.inline_asm(_load_x, "r,r,r,r,~{memory}", [place, bar, k, row], (), is_pure=False)
 
 
 @gluon.jit
 def load_w(place, bar, k, row, QUADS: gl.constexpr):
-    """`row`: of W, or of its rows in groups of 32 (postnorm_cluster.quads)."""
+    """128 rows. `row`: of W, or of its rows in groups of 32 (postnorm_cluster.quads)."""
     asm: gl.constexpr = _load_quads if QUADS else _load_w
     gl.inline_asm(asm, "r,r,r,r,~{memory}", [place, bar, k, row], (), is_pure=False)
 
@@ -109,48 +131,57 @@ def load_w(place, bar, k, row, QUADS: gl.constexpr):
 
 @gluon.constexpr_function
 def arrive_text(bar, wanted):
-    """One lane of a warp arrives, where the predicate `wanted` holds."""
-    return f"bar.warp.sync 0xffffffff; elect.sync _|r, 0xffffffff; and.pred r, r, {wanted}; " + (
-        f"@r mbarrier.arrive.shared::cta.b64 _, [{bar}];"
-    )
+    """A warp arrives; `wanted` holds in one of its lanes or in none."""
+    return f"bar.warp.sync 0xffffffff; @{wanted} mbarrier.arrive.shared::cta.b64 _, [{bar}];"
+
+
+@gluon.constexpr_function
+def products(kind, acc):
+    """Text that issues a k-block: four products of 16 columns, 32 bytes apart. a and b: addresses in 16 bytes, the lower
+    words of descriptors, whose upper ones say that 8 rows of 128 bytes follow each other every 1024, swizzled."""
+    registers = "{" + ", ".join(acc) + "}"
+    product = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind} {registers}, da, db, one, 1, 1, 0, 0;"
+    lines = ["wgmma.fence.sync.aligned;"]
+    for i in range(4):
+        lines.append(f"add.u32 c, a, {2 * i}; add.u32 d, b, {2 * i}; mov.b64 da, {{c, high}}; mov.b64 db, {{d, high}};")
+        lines.append(product)
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
 
 @gluon.constexpr_function
 def _multiply(kind, outputs, inputs):
-    """The warpgroup's 64 rows of x times W, added to the accumulator. k-block by k-block it awaits the slot (and, with its
-    first block, that part of W), passes the turn on when it has seen the last, and hands the slot before back.
-
-    A descriptor is an address in 16 bytes; 8 rows of 128 bytes follow each other every 1024; swizzled by 128 bytes."""
-    (acc,), (_, (x,), (w,), (full,), (empty,), (loaded,), (follow,), (slot,), (phase,), (count,), (slots,), (turn,)) = (
-        outputs,
-        inputs,
-    )
-    registers = "{" + ", ".join(acc) + "}"
-    product = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind} {registers}, da, db, one, 1, 1, 0, 0;"
-    products = f" {chr(10)} add.s64 da, da, 2; add.s64 db, db, 2; {chr(10)} ".join([product] * 4)
-    return f"""{{ .reg .pred p, q, r, one, more; .reg .b32 k, s, f, t, a, b, before; .reg .b64 da, db;
-    mov.b32 k, 0; setp.eq.u32 one, k, 0; mov.b32 s, {slot}; mov.b32 f, {phase}; mov.b32 before, {empty};
-    next: setp.ne.u32 q, {turn}, 0; @q bra ready;
-    shl.b32 t, k, 3; add.u32 t, t, {loaded};
-    {wait_text("again", "t", 0)}
-    ready: shl.b32 t, s, 3; add.u32 t, t, {full};
-    {wait_text("filled", "t", "f")}
-    add.u32 t, k, 1; setp.eq.u32 q, t, {count};
-    {arrive_text(follow, "q")}
-    shl.b32 a, s, 13; add.u32 a, a, {x}; shl.b32 b, k, 14; add.u32 b, b, {w};
-    shr.u32 a, a, 4; and.b32 a, a, 0x3fff; shr.u32 b, b, 4; and.b32 b, b, 0x3fff; mov.b32 t, 0x40000040;
-    mov.b64 da, {{a, t}}; mov.b64 db, {{b, t}};
-    wgmma.fence.sync.aligned;
-    {products}
-    wgmma.commit_group.sync.aligned;
+    """The warpgroup's 64 rows of x times W, added to the accumulator. It awaits its turn with everything at hand; k-block by
+    k-block it awaits the slot and hands the one before back; when it has seen the last slot it passes the turn on. Few
+    instructions per k-block: the other consumers' warps want to issue theirs besides, and no product may wait."""
+    (acc,), (_, *scalars) = outputs, inputs
+    x, w, full, empty, turn, parity, follow, slot, phase, count, slots = (s[0] for s in scalars)
+    return f"""{{ .reg .pred p, lead, back, one, more; .reg .b32 k, f, t, a, b, c, d, high, first, end, start, apart, before;
+    .reg .b64 da, db;
+    elect.sync _|lead, 0xffffffff; setp.ne.u32 back, {slots}, {slots}; setp.eq.u32 one, {slots}, {slots};
+    mov.b32 high, 0x40000040; mov.b32 f, {phase}; sub.u32 apart, {empty}, {full};
+    shl.b32 t, {slot}, 3; add.u32 t, t, {full}; shl.b32 end, {slots}, 3; add.u32 end, end, {full};
+    shr.u32 start, {x}, 4; and.b32 start, start, 0x3fff; shl.b32 a, {slot}, 9; add.u32 a, a, start;
+    shr.u32 b, {w}, 4; and.b32 b, b, 0x3fff; add.u32 k, {count}, -1; mov.b32 before, {empty};
+    setp.eq.u32 more, k, 0;
+    {wait_text("mine", turn, parity)}
+    @more bra last;
+    next: {wait_text("filled", "t", "f")}
+    {products(kind, acc)}
+    add.u32 k, k, -1; setp.ne.u32 more, k, 0;
+    add.u32 first, t, apart; add.u32 t, t, 8; add.u32 a, a, 512; add.u32 b, b, 1024;
+    setp.eq.u32 p, t, end; selp.b32 t, {full}, t, p; selp.b32 a, start, a, p; @p xor.b32 f, f, 1;
     wgmma.wait_group.sync.aligned 1;
-    setp.ne.u32 q, k, 0;
-    {arrive_text("before", "q")}
-    shl.b32 before, s, 3; add.u32 before, before, {empty};
-    add.u32 s, s, 1; setp.eq.u32 q, s, {slots}; @q mov.b32 s, 0; @q xor.b32 f, f, 1;
-    add.u32 k, k, 1; setp.lt.u32 more, k, {count}; @more bra next;
+    {arrive_text("before", "back")}
+    mov.b32 before, first; mov.pred back, lead;
+    @more bra next;
+    last: {wait_text("there", "t", "f")}
+    {arrive_text(follow, "lead")}
+    {products(kind, acc)}
+    add.u32 first, t, apart;
+    wgmma.wait_group.sync.aligned 1;
+    {arrive_text("before", "back")}
     wgmma.wait_group.sync.aligned 0;
-    {arrive_text("before", "one")} }}"""
+    {arrive_text("first", "lead")} }}"""
 
 
 @gluon.constexpr_function
@@ -167,8 +198,8 @@ TIED = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] *
 
 
 @gluon.jit
-def multiply(acc, x, w, full, empty, loaded, follow, step, KT, turn, dtype: gl.constexpr, ST: gl.constexpr):
-    """`step`: k-blocks of the CTA before this block; `turn`: blocks of this consumer before it."""
+def multiply(acc, x, w, full, empty, turn, parity, follow, step, KT, dtype: gl.constexpr, ST: gl.constexpr):
+    """`turn`, `follow`: this consumer's and the next one's barrier; `step`: k-blocks of the CTA before this block."""
     asm: gl.constexpr = _multiply_bf16 if dtype == gl.bfloat16 else _multiply_fp16
-    args = [acc, x, w, full, empty, loaded, follow, step % ST, (step // ST) & 1, KT, ST, turn]
+    args = [acc, x, w, full, empty, turn, parity, follow, step % ST, (step // ST) & 1, KT, ST]
     return gl.inline_asm(asm, TIED, args, tile_type(), is_pure=False)

@@ -22,24 +22,24 @@ CAUTIOUS = "43800000"  # 256: where the mean's square is so many times the varia
 
 
 @gluon.constexpr_function
-def column_loads(quads, base, names):
-    """Text that loads a vector's values for a thread's 32 columns of the product: names[2 j + e] for column 8 j + e."""
-    shift = 5 if quads else 3
-    lines = [f"{{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 3; shl.b32 t, t, {shift}; add.u32 t, t, {base};"]
-    n = 4 if quads else 2
-    for i in range(32 // n):
-        at = 128 * (i >> 1) + 16 * (i & 1) if quads else 32 * i
-        lines.append(f"ld.shared.v{n}.f32 {{{', '.join(names[n * i : n * i + n])}}}, [t + {at}];")
-    return [*lines, "}"]
+def four(quads, j, names):
+    """Text that loads what belongs to a thread's pair of columns 8 j of the product: 16 bytes per pair, in the order of the
+    result. `t` has the address of the thread's first."""
+    at = 256 * (j >> 2) + 16 * (j & 3) if quads else 64 * j
+    return f"ld.shared.v4.f32 {{{', '.join(names)}}}, [t + {at}];"
+
+
+@gluon.constexpr_function
+def to_first(quads, tid, base):
+    return f"and.b32 t, {tid}, 3; shl.b32 t, t, {6 if quads else 4}; add.u32 t, t, {base};"
 
 
 @gluon.constexpr_function
 def _begin(quads, outputs, inputs):
-    (out,), ((base,),) = outputs, inputs
-    first = [out[4 * j + e] for j in range(16) for e in range(2)]
-    lines = column_loads(quads, base, first)
-    lines += [f"mov.f32 {out[4 * j + 2 + e]}, {out[4 * j + e]};" for j in range(16) for e in range(2)]
-    return "\n".join(lines)
+    """The bias of a pair lies twice, for both rows."""
+    (out,), ((tid,), (base,)) = outputs, inputs
+    lines = ["{ .reg .b32 t;", to_first(quads, tid, base)]
+    return "\n".join([*lines, *(four(quads, j, out[4 * j : 4 * j + 4]) for j in range(16)), "}"])
 
 
 @gluon.constexpr_function
@@ -52,25 +52,25 @@ def _begin_quads(outputs, inputs):
     return _begin(True, outputs, inputs)
 
 
-BEGUN = gl.constexpr(",".join(["=&f"] * 64 + ["r", "~{memory}"]))
+BEGUN = gl.constexpr(",".join(["=&f"] * 64 + ["r", "r", "~{memory}"]))
 
 
 @gluon.jit
-def begin(vector, QUADS: gl.constexpr):
+def begin(tid, bias, QUADS: gl.constexpr):
     """An accumulator that starts with the bias."""
     asm: gl.constexpr = _begin_quads if QUADS else _begin_plain
-    return gl.inline_asm(asm, BEGUN, [vector], tile_type(), is_pure=False)
+    return gl.inline_asm(asm, BEGUN, [tid, bias], tile_type(), is_pure=False)
 
 
 @gluon.constexpr_function
 def _affine(quads, outputs, inputs):
-    (out,), (values, (gamma,), (beta,)) = outputs, inputs
-    lines = [f"{{ .reg .f32 {', '.join(f'g{i}, b{i}' for i in range(32))};"]
-    lines += column_loads(quads, gamma, [f"g{i}" for i in range(32)])
-    lines += column_loads(quads, beta, [f"b{i}" for i in range(32)])
+    """Of a pair lie both gammas, then both betas."""
+    (out,), (values, (tid,), (base,)) = outputs, inputs
+    lines = ["{ .reg .b32 t; .reg .f32 " + ", ".join(f"g{i}" for i in range(64)) + ";", to_first(quads, tid, base)]
+    lines += [four(quads, j, [f"g{4 * j + i}" for i in range(4)]) for j in range(16)]
     for i, (o, v) in enumerate(zip(out, values)):
-        c = 2 * (i >> 2) + (i & 1)
-        lines.append(f"fma.rn.f32 {o}, {v}, g{c}, b{c};")
+        g = (i & ~3) + (i & 1)
+        lines.append(f"fma.rn.f32 {o}, {v}, g{g}, g{g + 2};")
     return "\n".join([*lines, "}"])
 
 
@@ -88,9 +88,9 @@ TIED_AFFINE = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + 
 
 
 @gluon.jit
-def affine(acc, gamma, beta, QUADS: gl.constexpr):
+def affine(acc, tid, vectors, QUADS: gl.constexpr):
     asm: gl.constexpr = _affine_quads if QUADS else _affine_plain
-    return gl.inline_asm(asm, TIED_AFFINE, [acc, gamma, beta], tile_type(), is_pure=False)
+    return gl.inline_asm(asm, TIED_AFFINE, [acc, tid, vectors], tile_type(), is_pure=False)
 
 
 # ---- residual --------------------------------------------------------------------------------------------------------
@@ -196,9 +196,9 @@ def _squares(outputs, inputs):
 
 
 @gluon.constexpr_function
-def deviations(quads, values, mean, width):
+def deviations(quads, values, mean, width, tid):
     """Text for q0 and q1 as sums of squared deviations from the mean, of the columns before `width`, a multiple of 8."""
-    lines = ["mov.u32 w, %tid.x; and.b32 w, w, 3; shl.b32 w, w, 3;" if quads else "mov.b32 w, 0;"]
+    lines = [f"and.b32 w, {tid}, 3; shl.b32 w, w, 3;" if quads else "mov.b32 w, 0;"]
     lines.append(f"sub.s32 w, {width}, w;")
     lines += [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
     for i, v in enumerate(values):
@@ -213,14 +213,14 @@ def deviations(quads, values, mean, width):
 def _moments(quads, outputs, inputs):
     """Mean and squared deviations of the columns before `width`; those after are 0. In one pass over the values, and where
     that loses digits, as with a large mean or in constant rows, in a second one."""
-    (mean, square), (values, (width,), (share,)) = outputs, inputs
+    (mean, square), (values, (tid,), (width,), (share,)) = outputs, inputs
     lines = [f"{{ .reg .f32 s<4>, q<4>, t<4>, many; .reg .pred p, c; .reg .b32 w; mov.f32 many, 0f{CAUTIOUS};"]
     lines += [*sums(values, (1, 2)), *over_quad(["s0", "q0", "s1", "q1"])]
     for r in range(2):
         lines.append(f"mul.f32 {mean[r]}, s{r}, {share}; mul.f32 t{r}, s{r}, {mean[r]};")
         lines.append(f"sub.f32 {square[r]}, q{r}, t{r}; mul.f32 t{r + 2}, {square[r]}, many;")
     lines.append("setp.gt.f32 p, t0, t2; setp.gt.f32 c, t1, t3; or.pred p, p, c; vote.sync.any.pred p, p, 0xffffffff;")
-    lines += ["@!p bra done;", *deviations(quads, values, mean, width)]
+    lines += ["@!p bra done;", *deviations(quads, values, mean, width, tid)]
     return "\n".join([*lines, *(f"mov.f32 {square[r]}, q{r};" for r in range(2)), "done: mov.b32 w, 0; }"])
 
 
@@ -235,7 +235,7 @@ def _moments_quads(outputs, inputs):
 
 
 @gluon.jit
-def statistics(acc, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
+def statistics(acc, tid, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
     """Per row: mean (0 for RMS) and sum of squared deviations from it, over the CTA's columns. `share`: 1 / width."""
     kind: gl.constexpr = row_type()
     if NORM == RMS:
@@ -243,8 +243,8 @@ def statistics(acc, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
         mean = gl.zeros_like(square)
     else:
         asm: gl.constexpr = _moments_quads if QUADS else _moments_plain
-        args = [acc, width, share]
-        mean, square = gl.inline_asm(asm, ("=&f", "=&f", "f", "r", "f"), args, (kind, kind), is_pure=False)
+        args = [acc, tid, width, share]
+        mean, square = gl.inline_asm(asm, ("=&f", "=&f", "f", "r", "r", "f"), args, (kind, kind), is_pure=False)
     return mean, square
 
 
@@ -254,19 +254,19 @@ def statistics(acc, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
 @gluon.constexpr_function
 def _send(peers, inputs):
     """Lane l of a quad sends its rows' part to CTAs l and l + 4; lane 0 of the warp says how much the warp awaits."""
-    (buffer,), (bar,), (rank,), (members,), mean, square = inputs
+    (tid,), (buffer,), (bar,), (rank,), (members,), mean, square = inputs
     values = f"{{{mean[0]}, {square[0]}, {mean[1]}, {square[1]}}}"
     send = f"""setp.lt.u32 p, peer, {members};
     @p mapa.shared::cluster.u32 to, at, peer;
     @p mapa.shared::cluster.u32 done, {bar}, peer;
     @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {values}, [done];
     """
-    return f"""{{ .reg .pred p; .reg .b32 t, peer, at, to, done;
-    mov.u32 t, %tid.x; and.b32 at, t, 31; setp.eq.u32 p, at, 0; shl.b32 at, {members}, 7;
+    return f"""{{ .reg .pred p; .reg .b32 peer, at, to, done;
+    and.b32 at, {tid}, 31; setp.eq.u32 p, at, 0; shl.b32 at, {members}, 7;
     @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], at;
-    and.b32 at, t, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};
+    and.b32 at, {tid}, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};
     shl.b32 peer, {rank}, 9; add.u32 at, at, peer;
-    and.b32 peer, t, 3;
+    and.b32 peer, {tid}, 3;
     {"add.u32 peer, peer, 4; ".join([send] * (peers // 4))} }}"""
 
 
@@ -281,11 +281,11 @@ def _send8(outputs, inputs):
 
 
 @gluon.jit
-def send(buffer, bar, rank, members, mean, square, PEERS: gl.constexpr):
+def send(tid, buffer, bar, rank, members, mean, square, PEERS: gl.constexpr):
     """The CTA's part of a warp's rows to everyone."""
     asm: gl.constexpr = _send4 if PEERS == 4 else _send8
-    args = [buffer, bar, rank, members, mean, square]
-    gl.inline_asm(asm, "r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
+    args = [tid, buffer, bar, rank, members, mean, square]
+    gl.inline_asm(asm, "r,r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -299,9 +299,9 @@ def part_of(peer, members):
 def collected(layer, peers, outputs, inputs):
     """Chan's formula, part by part: a part of n columns after m others moves the mean by n / (m + n) of their difference and
     adds m n / (m + n) of its square. All parts have 128 columns but the last, `part` and `weight` are its two factors."""
-    (mean, square), ((buffer,), (members,), (part,), (weight,)) = outputs, inputs
+    (mean, square), ((tid,), (buffer,), (members,), (part,), (weight,)) = outputs, inputs
     lines = ["{ .reg .pred p, q; .reg .b32 at; .reg .f32 d, f, g, v<4>;"]
-    lines.append(f"mov.u32 at, %tid.x; and.b32 at, at, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};")
+    lines.append(f"and.b32 at, {tid}, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};")
     for j in range(peers):
         lines += part_of(j, members)
         if j == 0:
@@ -321,18 +321,18 @@ def collected(layer, peers, outputs, inputs):
 
 @gluon.constexpr_function
 def collect_text(layer, peers):
-    operands = [f"${i}" for i in range(8)]
+    operands = [f"${i}" for i in range(9)]
     return collected(layer, peers, (operands[:2], operands[2:4]), tuple((o,) for o in operands[4:]))
 
 
 @gluon.jit
-def collect(buffer, bar, phase, members, part, weight, NORM: gl.constexpr, PEERS: gl.constexpr):
+def collect(tid, buffer, bar, phase, members, part, weight, NORM: gl.constexpr, PEERS: gl.constexpr):
     """(mean, or 0 for RMS; sum of squared deviations from it) of whole rows, once all parts are there."""
     kind: gl.constexpr = row_type()
     asm: gl.constexpr = collect_text(NORM != RMS, PEERS)
     await_phase(bar, phase)
-    args = [buffer, members, part, weight]
-    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
+    args = [tid, buffer, members, part, weight]
+    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -381,12 +381,11 @@ def normalise(acc, rstd, shift, NORM: gl.constexpr):
 def _save(layer, narrow, outputs, inputs):
     """Lane l of a quad stores one value: rstd of its first or second row, or the mean of one less the row's first value, as
     that is read where z is kept."""
-    (mean_ptr,), (rstd_ptr,), mean, rstd, values, (row,), (end,), (groups,) = inputs
-    lines = ["{ .reg .pred p, q, m; .reg .b32 t, v, u; .reg .f32 a, f, d<2>; .reg .b16 h; .reg .b64 at, n;"]
-    lines.append("mov.u32 t, %tid.x; and.b32 v, t, 96; shr.u32 v, v, 1;")
-    lines.append("and.b32 u, t, 28; shr.u32 u, u, 2; add.u32 v, v, u;")
-    lines.append(f"and.b32 u, t, 1; setp.ne.u32 q, u, 0; shl.b32 u, u, 3; add.u32 v, v, u; add.u32 v, v, {row};")
-    lines.append(f"and.b32 u, t, 2; setp.ne.u32 m, u, 0; setp.lt.s32 p, v, {end}; mov.b64 at, {rstd_ptr};")
+    (t,), (mean_ptr,), (rstd_ptr,), mean, rstd, values, (row,), (end,), (groups,) = inputs
+    lines = ["{ .reg .pred p, q, m; .reg .b32 v, u; .reg .f32 a, f, d<2>; .reg .b16 h; .reg .b64 at, n;"]
+    lines.append(f"and.b32 v, {t}, 96; shr.u32 v, v, 1; and.b32 u, {t}, 28; shr.u32 u, u, 2; add.u32 v, v, u;")
+    lines.append(f"and.b32 u, {t}, 1; setp.ne.u32 q, u, 0; shl.b32 u, u, 3; add.u32 v, v, u; add.u32 v, v, {row};")
+    lines.append(f"and.b32 u, {t}, 2; setp.ne.u32 m, u, 0; setp.lt.s32 p, v, {end}; mov.b64 at, {rstd_ptr};")
     lines.append(f"selp.f32 a, {rstd[1]}, {rstd[0]}, q; mul.wide.s32 n, v, {groups}; shl.b64 n, n, 2;")
     for r in range(2 if layer else 0):
         lines.append(f"shfl.sync.idx.b32 f, {values[2 * r]}, 0, 0x1c1f, 0xffffffff;")
@@ -414,9 +413,9 @@ def _save_fp16(outputs, inputs):
 
 
 @gluon.jit
-def save(mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups, NORM: gl.constexpr, dtype: gl.constexpr):
+def save(tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups, NORM: gl.constexpr, dtype: gl.constexpr):
     """`row`: the block's first; `groups` values per row."""
     layer: gl.constexpr = _save_bf16 if dtype == gl.bfloat16 else _save_fp16
     asm: gl.constexpr = _save_rms if NORM == RMS else layer
-    args = [mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups]
-    gl.inline_asm(asm, ("l", "l", "f", "f", "f", "r", "r", "r"), args, (), is_pure=False)
+    args = [tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups]
+    gl.inline_asm(asm, ("r", "l", "l", "f", "f", "f", "r", "r", "r"), args, (), is_pure=False)

@@ -62,14 +62,16 @@ def rows(pair):
 
 @pytest.mark.parametrize("quads", [False, True])
 def test_an_accumulator_starts_with_the_bias_and_is_scaled_by_gamma(quads):
-    m, vectors, tile = machine(), np.random.default_rng(1).standard_normal((3, COLUMNS)).astype(np.float32), random()
-    put(m.shared, PLACE, vectors)
-    m.run(steps._begin.fn(quads, (names("o", 64),), (("at",),)), {"at": PLACE})
-    for found, wanted in zip(read(m, "o", 64), registers_of(np.tile(vectors[0], (ROWS, 1)), quads)):
+    m, tile = machine(), random()
+    bias, gamma, beta = np.random.default_rng(1).standard_normal((3, COLUMNS)).astype(np.float32)
+    put(m.shared, PLACE, np.tile(bias.reshape(64, 1, 2), (1, 2, 1)))  # four values per pair of columns
+    put(m.shared, PLACE + 1024, np.stack([gamma.reshape(64, 2), beta.reshape(64, 2)], 1))
+    m.run(steps._begin.fn(quads, (names("o", 64),), (("tid",), ("at",))), {"at": PLACE, "tid": LANES})
+    for found, wanted in zip(read(m, "o", 64), registers_of(np.tile(bias, (ROWS, 1)), quads)):
         assert np.array_equal(found, wanted)
-    text = steps._affine.fn(quads, (names("o", 64),), (names("v", 64), ("gamma",), ("beta",)))
-    m.run(text, values("v", registers_of(tile, quads)) | {"gamma": PLACE + 512, "beta": PLACE + 1024})
-    for found, wanted in zip(read(m, "o", 64), registers_of(tile * vectors[1] + vectors[2], quads)):
+    text = steps._affine.fn(quads, (names("o", 64),), (names("v", 64), ("tid",), ("at",)))
+    m.run(text, values("v", registers_of(tile, quads)) | {"at": PLACE + 1024, "tid": LANES})
+    for found, wanted in zip(read(m, "o", 64), registers_of(tile * gamma + beta, quads)):
         np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
@@ -103,9 +105,9 @@ def test_moments_keep_their_digits_about_any_mean(quads, width, mean):
     tile[9] = 0
     tile[20, :width] += 1e3
     m = machine()
-    inputs = (names("v", 64), ("width",), ("share",))
+    inputs = (names("v", 64), ("tid",), ("width",), ("share",))
     text = steps._moments.fn(quads, (names("mean", 2), names("square", 2)), inputs)
-    m.run(text, values("v", registers_of(tile, quads)) | {"width": width, "share": bits(1 / width)})
+    m.run(text, values("v", registers_of(tile, quads)) | {"tid": LANES, "width": width, "share": bits(1 / width)})
     wide = tile[:, :width].astype(np.float64)
     found = rows(read(m, "square", 2))
     np.testing.assert_allclose(rows(read(m, "mean", 2)), wide.mean(1), rtol=1e-6, atol=1e-6)
@@ -136,7 +138,13 @@ def test_parts_of_a_row_are_merged(peers, members, last, mean):
     m = machine()
     put(m.shared, PLACE, messages)
     share = last / width
-    names_of = {"buffer": PLACE, "members": members, "part": bits(share), "weight": bits((width - last) * share)}
+    names_of = {
+        "tid": LANES,
+        "buffer": PLACE,
+        "members": members,
+        "part": bits(share),
+        "weight": bits((width - last) * share),
+    }
     for layer, about, spread in ((True, z.mean(1), z.var(1) * width),
                                  (False, None, sum(p.var(1) * p.shape[1] for p in parts))):  # fmt: skip
         m.run(steps.collected.fn(layer, peers, (names("m", 2), names("s", 2)), [(n,) for n in names_of]), names_of)
@@ -154,16 +162,9 @@ def test_statistics_are_saved(layer, row, end, groups):
     operands |= {f"mean{i}": bits(mean[FIRST + 8 * i]) for i in range(2)} | {"row": row, "end": end, "groups": groups}
     operands |= {f"rstd{i}": bits(rstd[FIRST + 8 * i]) for i in range(2)} | {"mean_ptr": 1024, "rstd_ptr": 4096}
     m.memory[:] = 255
-    inputs = (
-        ("mean_ptr",),
-        ("rstd_ptr",),
-        names("mean", 2),
-        names("rstd", 2),
-        names("v", 64),
-        ("row",),
-        ("end",),
-        ("groups",),
-    )
+    operands["tid"] = LANES
+    tensors = (names("mean", 2), names("rstd", 2), names("v", 64))
+    inputs = (("tid",), ("mean_ptr",), ("rstd_ptr",), *tensors, ("row",), ("end",), ("groups",))
     m.run(steps._save.fn(layer, "bf16", (), inputs), operands)
     there = max(0, min(ROWS, end - row))
     start = real(to_bf16(tile[:, 0]) << 16)
@@ -181,7 +182,7 @@ def test_statistics_are_saved(layer, row, end, groups):
 @pytest.mark.parametrize("width", [128, 64, 40])
 def test_rows_go_to_places_of_their_warp_and_from_there_to_memory(quads, places, width):
     m, tile = machine(), random(8)
-    where = {"base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
+    where = {"tid": LANES, "base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
     text = stores._store.fn(stores.Y_MAP, places, "bf16", quads, (*((n,) for n in where), names("v", 64)))
     known = {f"postnorm_joint_kernel_param_{stores.Y_MAP}": 77}
     m.run(text, values("v", registers_of(tile, quads)) | where | known)
