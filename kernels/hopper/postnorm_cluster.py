@@ -97,12 +97,10 @@ def forward(
     if residual is not None:
         form += {"before": _BEFORE, "after": AFTER}[str(position)]
         weight = quads(weight)
-    if JOINT:
-        args = (x, y, other, weight, x, residual, *ends, pitch, *sizes, fetch)
-    elif residual is None:
-        args = (x, weight, y, other, x, None, *ends, pitch, *sizes)
-    else:
+    if JOINT or residual is not None:
         args = (x, weight, x, y, other, residual, *ends, N, pitch, *sizes, fetch)
+    else:
+        args = (x, weight, y, other, x, None, *ends, pitch, *sizes)
     kernel(members * clusters, *args, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 

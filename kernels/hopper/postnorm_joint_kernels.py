@@ -40,7 +40,7 @@ from .postnorm_joint_steps import (
     send,
     statistics,
 )
-from .postnorm_joint_stores import drain, store_rows
+from .postnorm_joint_stores import PLACE, store_rows
 from .postnorm_multiply import advance
 from .postnorm_normalise import AFTER, HAT, SAVE, SUM
 from .variants import Tile, Variant
@@ -76,9 +76,9 @@ def loader(x, w, full, empty, x_ptr, residual_ptr, column, group, first, step, t
 
 
 @gluon.jit
-def consumer(x, w, places, vectors, messages, full, empty, turns, arrived, residual_ptr, mean_ptr, rstd_ptr, r_pitch,
-             column, width, rank, members, N, first, step, tiles, M, KT, groups, form, eps, warp, dtype: gl.constexpr,
-             NORM: gl.constexpr, QUADS: gl.constexpr, ST: gl.constexpr, PLACES: gl.constexpr,
+def consumer(x, w, keep, vectors, messages, full, empty, turns, arrived, y_ptr, side_ptr, residual_ptr, mean_ptr, rstd_ptr,
+             pitch, r_pitch, column, width, rank, members, N, first, step, tiles, M, KT, groups, form, eps, warp,
+             dtype: gl.constexpr, NORM: gl.constexpr, QUADS: gl.constexpr, ST: gl.constexpr,
              PEERS: gl.constexpr):  # fmt: skip
     mine = warp // WARPS
     tid = thread_number()
@@ -107,7 +107,7 @@ def consumer(x, w, places, vectors, messages, full, empty, turns, arrived, resid
         if members > 1:
             send(tid, place, bar, rank, members, mean, square, PEERS)
         if form & SUM:
-            store_rows(acc, tid, places, row, column, width, dtype, True, PLACES, QUADS)
+            store_rows(acc, tid, keep, side_ptr, pitch, row, M, column, width, dtype, QUADS)
         if members > 1:
             mean, square = collect(tid, place, bar, (turn >> 1) & 1, members, part, weight, NORM, PEERS)
         rstd, shift = scales(mean, square, inverse, eps)
@@ -115,7 +115,7 @@ def consumer(x, w, places, vectors, messages, full, empty, turns, arrived, resid
             save(tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, M, groups, NORM, dtype)
         acc = normalise(acc, rstd, shift, NORM)
         if form & HAT:
-            store_rows(acc, tid, places, row, column, width, dtype, True, PLACES, QUADS)
+            store_rows(acc, tid, keep, side_ptr, pitch, row, M, column, width, dtype, QUADS)
         if form & AFFINE:
             acc = affine(acc, tid, vectors + 8 * COLUMNS, QUADS)
         if QUADS:
@@ -123,10 +123,9 @@ def consumer(x, w, places, vectors, messages, full, empty, turns, arrived, resid
                 left = load_residual(residual_ptr, r_pitch, row, M, column, width, 0)
                 right = load_residual(residual_ptr, r_pitch, row, M, column, width, 1)
                 acc = add_residual(acc, left, right, dtype)
-        store_rows(acc, tid, places, row, column, width, dtype, False, PLACES, QUADS)
+        store_rows(acc, tid, keep, y_ptr, pitch, row, M, column, width, dtype, QUADS)
         count += CONSUMERS
         turn += 1
-    drain()
 
 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
@@ -166,16 +165,17 @@ def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, 
 @gluon.jit(do_not_specialize=["M", "N", "KT", "members", "groups"])
 def postnorm_joint_kernel(
     x_desc,  # [M, K]
-    y_desc,  # [M, groups * N] contiguous
-    side_desc,  # likewise, zhat or z, or anything
     w_desc,  # [groups * N, K], or with QUADS as postnorm_cluster.quads gives it
     x_ptr,  # x again
+    y_ptr,  # [M, groups * N]
+    side_ptr,  # likewise, zhat or z, or anything
     residual_ptr,  # [M, groups * N], with QUADS
     bias_ptr,  # [groups * N], as the next two fp32 or in the dtype of x
     gamma_ptr,
     beta_ptr,
     mean_ptr,  # [M, groups] fp32, relative to the first value of the norm's columns
     rstd_ptr,  # [M, groups] fp32
+    pitch,  # row stride of y
     r_pitch,  # row stride of the residual
     M,
     N,  # columns of a norm
@@ -193,14 +193,13 @@ def postnorm_joint_kernel(
     QUADS: gl.constexpr,
     RES: gl.constexpr,  # k-blocks of W that there is room for
     ST: gl.constexpr,  # slots of x
-    PLACES: gl.constexpr,  # of a warp, for stores
     PEERS: gl.constexpr,  # most CTAs of a cluster
 ):
     dtype: gl.constexpr = x_desc.dtype
     rank, group, first, step, tiles, column, width = standing(members, groups, M, N)
     x_s = gl.allocate_shared_memory(dtype, [ST, ROWS, BK], x_desc.layout)
     w_s = gl.allocate_shared_memory(dtype, [RES, COLUMNS, BK], x_desc.layout)
-    y_s = gl.allocate_shared_memory(dtype, [CONSUMERS * WARPS * PLACES, 16, BK], y_desc.layout)
+    y_s = gl.allocate_shared_memory(dtype, [CONSUMERS, ROWS, BK], x_desc.layout)
     messages = gl.allocate_shared_memory(gl.float32, [2 * CONSUMERS, PEERS * MESSAGE], FLAT)
     vectors = gl.allocate_shared_memory(gl.float32, [2, 2 * COLUMNS], FLAT)
     full = mbarrier.allocate_mbarrier(batch=ST)
@@ -223,28 +222,24 @@ def postnorm_joint_kernel(
         loader(x, w, full_at, empty_at, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch,
                r_fetch, QUADS, ST)  # fmt: skip
     elif warp < CONSUMERS * WARPS:
-        places = own_address(y_s) + warp * (2048 * PLACES)
-        consumer(x, w, places, vectors_at, messages_at, full_at, empty_at, own_address(turns),
-                 own_address(arrived), residual_ptr, mean_ptr + group, rstd_ptr + group, r_pitch, column, width, rank,
-                 members, N, first, step, tiles, M, KT, groups, form, eps, warp, dtype, NORM, QUADS, ST, PLACES,
-                 PEERS)  # fmt: skip
+        keep = own_address(y_s) + warp * PLACE
+        consumer(x, w, keep, vectors_at, messages_at, full_at, empty_at, own_address(turns), own_address(arrived), y_ptr,
+                 side_ptr, residual_ptr, mean_ptr + group, rstd_ptr + group, pitch, r_pitch, column, width, rank, members,
+                 N, first, step, tiles, M, KT, groups, form, eps, warp, dtype, NORM, QUADS, ST, PEERS)  # fmt: skip
 
 
-# Most k-blocks, slots of x, places of a warp and CTAs of a cluster that fit into shared memory together.
-SHAPES = [(4, 12, 2, 4), (6, 8, 2, 4), (8, 7, 1, 4), (8, 6, 1, 8)]
+# Most k-blocks, slots of x and CTAs of a cluster that fit into shared memory together.
+SHAPES = [(4, 15, 4), (6, 11, 4), (8, 7, 4), (8, 6, 8)]
 
 
-def _variant(dtype, norm, quads, resident, slots, places, peers):
-    boxes = {"x_desc": (64, 64), "y_desc": (16, 64), "side_desc": (16, 64)}
-    boxes |= {"w_desc": (4, 4, 4, 2, 64) if quads else (128, 64)}
-    args = {name: Tile(dtype, box) for name, box in boxes.items()}
-    args |= {f"{name}_ptr": f"*{dtype}:16" for name in ("x", "residual")}
+def _variant(dtype, norm, quads, resident, slots, peers):
+    args = {"x_desc": Tile(dtype, (64, 64)), "w_desc": Tile(dtype, (4, 4, 4, 2, 64) if quads else (128, 64))}
+    args |= {f"{name}_ptr": f"*{dtype}:16" for name in ("x", "y", "side", "residual")}
     args |= dict.fromkeys("bias_ptr gamma_ptr beta_ptr".split(), "*fp32:16")
-    args |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "r_pitch": "i64:8"}
+    args |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32", "pitch": "i64:8", "r_pitch": "i64:8"}
     args |= dict.fromkeys("M N KT members groups x_fetch r_fetch bias_kind gamma_kind beta_kind form".split(), "i32")
     args |= {"N": "i32:8", "x_fetch": "i32:16", "r_fetch": "i32:16", "eps": "fp32"}
-    args |= {"NORM": {"rms": 1, "layer": 2}[norm], "QUADS": quads, "RES": resident, "ST": slots, "PLACES": places}
-    args["PEERS"] = peers
+    args |= {"NORM": {"rms": 1, "layer": 2}[norm], "QUADS": quads, "RES": resident, "ST": slots, "PEERS": peers}
     name = f"postnorm_joint_{'quads' if quads else 'rows'}_{norm}_{dtype}_{resident}_{peers}"
     return Variant(name, postnorm_joint_kernel, args, num_warps=16, maxnreg=128)
 

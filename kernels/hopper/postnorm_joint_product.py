@@ -7,7 +7,7 @@ Barriers and places come as addresses (attention_exchange.own_address), a kernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-X_MAP, Y_MAP, SIDE_MAP, W_MAP = 0, 5, 10, 15  # numbers of the parameters: behind a map are two sizes and two strides
+X_MAP, W_MAP = 0, 5  # numbers of the parameters: behind the first map are two sizes and two strides
 
 
 @gluon.constexpr_function

@@ -178,20 +178,19 @@ def test_statistics_are_saved(layer, row, end, groups):
 
 
 @pytest.mark.parametrize("quads", [False, True])
-@pytest.mark.parametrize("places", [1, 2])
-@pytest.mark.parametrize("width", [128, 64, 40])
-def test_rows_go_to_places_of_their_warp_and_from_there_to_memory(quads, places, width):
+@pytest.mark.parametrize(
+    "row,end,column,width", [(0, 64, 0, 128), (64, 101, 128, 128), (3, 12, 8, 24), (0, 1, 0, 8), (5, 60, 0, 96)]
+)
+def test_rows_go_through_a_place_of_their_warp_to_memory(quads, row, end, column, width):
     m, tile = machine(), random(8)
-    where = {"tid": LANES, "base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
-    text = stores._store.fn(stores.Y_MAP, places, "bf16", quads, (*((n,) for n in where), names("v", 64)))
-    known = {f"postnorm_joint_kernel_param_{stores.Y_MAP}": 77}
-    m.run(text, values("v", registers_of(tile, quads)) | where | known)
-    place = lambda chunk, warp: PLACE + 2048 * (warp * places + chunk % places)  # noqa: E731
-    chunks = range(2 if width > 64 else 1)
-    assert m.copies == [(32 * w, 77, 256 + 64 * c, 192 + 16 * w, place(c, w)) for c in chunks for w in range(4)]
-    last = [1] if places == 1 else [0, 1]  # what one place holds in the end
-    for chunk in last:
-        for w in range(4):
-            held = m.shared[place(chunk, w) : place(chunk, w) + 2048].view(np.uint16).reshape(16, 8, 8)
-            piece = np.stack([held[r][np.arange(8) ^ (r & 7)] for r in range(16)]).reshape(16, 64)
-            assert np.array_equal(piece, to_bf16(tile[16 * w : 16 * w + 16, 64 * chunk : 64 * chunk + 64]))
+    where = {"tid": LANES, "place": PLACE + LANES // 32 * 2048, "ptr": 512, "pitch": 264}
+    where |= {"row": row, "end": end, "column": column, "width": width}
+    text = stores._store.fn("bf16", quads, (*((n,) for n in where), names("v", 64)))
+    m.memory[:] = 255
+    m.run(text, values("v", registers_of(tile, quads)) | where)
+    memory = m.memory[512 : 512 + 112 * 528].view(np.uint16).reshape(-1, 264)
+    expected = np.full_like(memory, 0xFFFF)
+    there = max(0, min(ROWS, end - row))
+    expected[row : row + there, column : column + width] = to_bf16(tile)[:there, :width]
+    assert np.array_equal(memory, expected) and (m.memory[:512] == 255).all()
+    assert not m.shared[:PLACE].any() and not m.shared[PLACE + 4 * 2048 :].any()

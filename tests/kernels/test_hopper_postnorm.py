@@ -141,9 +141,9 @@ def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kerne
     assert named["rstd_ptr"] is out.rstd and named["mean_ptr"] is out.mean
     rows = position is None
     assert torch.equal(named["w_desc"], weight if rows else postnorm_cluster.quads(weight))
-    kind = "desc" if rows or joint else "ptr"
+    kind = "desc" if rows and not joint else "ptr"
     assert named[f"side_{kind}"] is out.hat and named[f"y_{kind}"] is out.y and (named["residual_ptr"] is None) == rows
-    assert named["r_pitch"] == (0 if rows else N) and named.get("pitch", N) == N
+    assert named["r_pitch"] == (0 if rows else N) and named.get("pitch") == (N if kind == "ptr" else None)
     fetches = [named[n] for n in ("fetch", "x_fetch", "r_fetch") if n in named]
     assert fetches == ([128 * K] if rows and not joint else [128 * K, 0 if rows else 128 * N])
 
