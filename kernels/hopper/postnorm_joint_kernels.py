@@ -26,8 +26,18 @@ from .postnorm_cluster_common import (
     fetch_ahead,
     standing,
 )
-from .postnorm_cluster_exchange import meet_cluster
-from .postnorm_joint_product import await_phase, expect, load_w, load_x, multiply, thread_number, warp_number
+from .postnorm_joint_product import (
+    await_phase,
+    cluster_arrive,
+    cluster_wait,
+    expect,
+    load_w,
+    load_x,
+    meet_consumers,
+    multiply,
+    thread_number,
+    warp_number,
+)
 from .postnorm_joint_steps import (
     add_residual,
     affine,
@@ -80,6 +90,8 @@ def consumer(x, w, keep, vectors, messages, full, empty, turns, arrived, y_ptr, 
              pitch, r_pitch, column, width, rank, members, N, first, step, tiles, M, KT, groups, form, eps, warp,
              dtype: gl.constexpr, NORM: gl.constexpr, QUADS: gl.constexpr, ST: gl.constexpr,
              PEERS: gl.constexpr):  # fmt: skip
+    if members > 1:  # a CTA without peers would wait for its other warps here
+        cluster_wait()
     mine = warp // WARPS
     tid = thread_number()
     inverse = 1.0 / N.to(gl.float32)
@@ -153,7 +165,8 @@ def load_vector(ptr, kind, default: gl.constexpr, j, column, width, dtype: gl.co
 @gluon.jit
 def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width,
                  dtype: gl.constexpr):  # fmt: skip
-    """Four values per pair of columns: its biases twice; its gammas and betas. A thread has such pairs in two rows."""
+    """By the consumers. Four values per pair of columns: its biases twice; its gammas and betas. A thread has such pairs in
+    two rows."""
     p = gl.arange(0, 2 * COLUMNS, gl.BlockedLayout([1], [32], [16], [0]))
     j = 2 * (p >> 2) + (p & 1)
     vectors.index(0).store(load_vector(bias_ptr, bias_kind, 0.0, j, column, width, dtype))
@@ -211,10 +224,9 @@ def postnorm_joint_kernel(
     init_barriers(turns, WARPS)
     init_barriers(arrived, 1)
     gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
-    load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype)
-    form |= gl.where((gamma_kind != ABSENT) | (beta_kind != ABSENT), AFFINE, 0)
     gl.barrier()
-    meet_cluster()
+    cluster_arrive()
+    form |= gl.where((gamma_kind != ABSENT) | (beta_kind != ABSENT), AFFINE, 0)
     warp = warp_number()
     x, w, vectors_at, messages_at = own_address(x_s), own_address(w_s), own_address(vectors), own_address(messages)
     full_at, empty_at = own_address(full), own_address(empty)
@@ -222,10 +234,14 @@ def postnorm_joint_kernel(
         loader(x, w, full_at, empty_at, x_ptr, residual_ptr, column, group, first, step, tiles, M, KT, x_fetch,
                r_fetch, QUADS, ST)  # fmt: skip
     elif warp < CONSUMERS * WARPS:
+        load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype)
+        meet_consumers()
         keep = own_address(y_s) + warp * PLACE
         consumer(x, w, keep, vectors_at, messages_at, full_at, empty_at, own_address(turns), own_address(arrived), y_ptr,
                  side_ptr, residual_ptr, mean_ptr + group, rstd_ptr + group, pitch, r_pitch, column, width, rank, members,
                  N, first, step, tiles, M, KT, groups, form, eps, warp, dtype, NORM, QUADS, ST, PEERS)  # fmt: skip
+    if (warp >= CONSUMERS * WARPS) & (members > 1):
+        cluster_wait()
 
 
 # Most k-blocks, slots of x and CTAs of a cluster that fit into shared memory together.

@@ -60,6 +60,23 @@ def thread_number():
     return gl.inline_asm(_thread, "=r", [], gl.int32, is_pure=False)
 
 
+@gluon.jit
+def cluster_arrive():
+    """Peers may send after this, once all threads of the cluster have come here and they themselves past cluster_wait."""
+    gl.inline_asm("barrier.cluster.arrive.release.aligned;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.jit
+def cluster_wait():
+    gl.inline_asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.jit
+def meet_consumers():
+    """All threads of the three, by a barrier that the compiler does not use."""
+    gl.inline_asm("bar.sync 1, 384;", "~{memory}", [], (), is_pure=False)
+
+
 @gluon.constexpr_function
 def _await(outputs, inputs):
     (bar,), (phase,) = inputs
