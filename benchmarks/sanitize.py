@@ -84,7 +84,7 @@ def postnorm_cases() -> Iterator[tuple[str, Callable[[], tuple]]]:
             if not resident:
                 yield name, call
                 continue
-            for postnorm_cluster.JOINT in (False, True):
+            for postnorm_cluster.JOINT in (False, True)[: 1 if position else 2]:
                 call = partial(postnorm_cluster.forward, *call.args, **options)
                 yield f"{name}{', joint' * postnorm_cluster.JOINT}", call
 

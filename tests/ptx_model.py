@@ -1,6 +1,6 @@
 """A model of the PTX that the Hopper kernels write by hand, for the few instructions that they use: it runs on 128 threads
-at once, one after another in text order, over byte arrays for shared and global memory. Branches go forward only, a warp's
-barriers are passed over."""
+at once, one after another in text order, over byte arrays for shared and global memory. Branches go forward only. Copies by
+TMA are noted, a warp's barriers and fences passed over."""
 
 import re
 
@@ -30,6 +30,7 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
+        self.copies = []  # (thread, operands) of every copy
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
@@ -57,7 +58,11 @@ class Machine:
         if name == "bra":
             self.beyond[rest] = self.beyond.get(rest, False) | active
             return None
-        if name == "bar.warp.sync":
+        if name.startswith("cp.async.bulk.tensor"):
+            at = [self.registers[r] for r in re.findall(r"%?\w+", rest)]
+            self.copies += [(thread, *(int(a[thread]) for a in at)) for thread in np.flatnonzero(active)]
+            return None
+        if name.startswith(("cp.async", "fence", "bar.warp", "cvta")):
             return None
         operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)]
         kind = name.split(".")
@@ -74,6 +79,9 @@ class Machine:
         self.registers[target] = np.where(active, value, old)
 
     def _value(self, operand, kind):
+        if operand.startswith("{"):  # two halves of a word
+            low, high = (self._value(o.strip(), kind) for o in operand.strip("{}").split(","))
+            return low & 0xFFFF | (high & 0xFFFF) << 16
         if operand.startswith("0f"):
             return np.full(THREADS, int(operand[2:], 16), np.int64)
         if re.fullmatch(r"-?(0x)?[0-9a-f]+", operand) and operand not in self.registers:

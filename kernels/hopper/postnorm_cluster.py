@@ -1,7 +1,8 @@
 """linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread. Two
 kernels: `direct` stores results and loads a residual straight from and to registers and serves what has a residual
 (postnorm_direct_kernels.py); `resident` stores results through shared memory and serves the rest
-(postnorm_resident_kernels.py). A third, `joint`, takes the place of both where JOINT says so (postnorm_joint_kernels.py)."""
+(postnorm_resident_kernels.py). A third, `joint`, takes the latter's place where JOINT says so
+(postnorm_joint_kernels.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ COLUMNS = 128  # of a CTA
 SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))  # k-blocks of W and CTAs at most, as shared memory bounds them
 MAX_K = BLOCK * SHAPES[-1][0]
 MAX_FEATURES = COLUMNS * SHAPES[-1][1]  # of a norm; 8 CTAs are the largest cluster that every device runs
-JOINT = False  # not measured yet
+JOINT = False  # whether the kernel serves what has no residual
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
 HAT, SUM, AFTER, SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
 
@@ -45,13 +46,10 @@ def why_not(K: int, N: int, groups: int) -> str | None:
 
 
 @functools.cache
-def kernel_for(
-    dtype: torch.dtype, layer: bool, K: int, members: int, has_residual: bool, joint: bool = False
-) -> launch.Kernel:
+def kernel_for(way: str, dtype: torch.dtype, layer: bool, K: int, members: int) -> launch.Kernel:
     """The kernel, to be launched on clusters of so many CTAs."""
     blocks, peers = next(s for s in SHAPES if BLOCK * s[0] >= K and s[1] >= members)
-    ways = ("joint_rows", "joint_quads") if joint else ("resident", "direct")
-    way, norm = ways[has_residual], "layer" if layer else "rms"
+    norm = "layer" if layer else "rms"
     base = launch.get(f"postnorm_{way}_{norm}_{NAMES[dtype]}_{blocks}_{peers}")
     return launch.Kernel(base.name, base.arch, {**base.entry, "cluster": members})
 
@@ -82,7 +80,8 @@ def forward(
     x, weight = tma_ready(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
     members = -(-N // groups // COLUMNS)
-    kernel = kernel_for(x.dtype, layer, K, members, residual is not None, JOINT)
+    way = "direct" if residual is not None else "joint" if JOINT else "resident"
+    kernel = kernel_for(way, x.dtype, layer, K, members)
     clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
     y = x.new_empty(M, N)
     side = torch.empty_like(y) if write_z or write_hat else None
@@ -93,14 +92,14 @@ def forward(
     form = HAT * write_hat + SUM * write_z + SAVE * saves
     other, ends = y if side is None else side, (*vectors, mean, rstd)
     sizes = (M, N // groups, -(-K // BLOCK), members, groups, gapless_bytes(x))
-    pitch, fetch = (0, 0) if residual is None else (residual.stride(0), gapless_bytes(residual))
-    if residual is not None:
+    if way == "direct":
         form += {"before": _BEFORE, "after": AFTER}[str(position)]
-        weight = quads(weight)
-    if JOINT or residual is not None:
-        args = (x, weight, x, y, other, residual, *ends, N, pitch, *sizes, fetch)
+        fetch = gapless_bytes(residual)
+        args = (x, quads(weight), x, y, other, residual, *ends, N, residual.stride(0), *sizes, fetch)
+    elif way == "joint":
+        args = (x, weight, y, other, x, *ends, *sizes)
     else:
-        args = (x, weight, y, other, x, None, *ends, pitch, *sizes)
+        args = (x, weight, y, other, x, None, *ends, 0, *sizes)
     kernel(members * clusters, *args, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 
@@ -118,7 +117,7 @@ def gapless_bytes(t: Tensor) -> int:
 
 
 def quads(weight: Tensor) -> Tensor:
-    """[N / 32, 4, 4, 2, K] with row 32 J + 8 q + 2 i + e of W at [J, i, q, e], as `direct` and `joint` take it: a view,
+    """[N / 32, 4, 4, 2, K] with row 32 J + 8 q + 2 i + e of W at [J, i, q, e], as `direct` takes it: a view,
     where 32 divides N."""
     N, K = weight.shape
     if N % 32:

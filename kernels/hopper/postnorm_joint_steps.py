@@ -1,8 +1,7 @@
 """Of the post-norm kernel whose consumers run one text (postnorm_joint_kernels.py): what a warp does with 16 rows and the
 128 columns of z of a CTA. It waits for no other warp of the CTA.
 
-Registers of an accumulator: bit 0 of a number is the column's bit 0, bit 1 the row + 8, the rest 8 columns of the product.
-Those are columns of the result, or with QUADS in the order of postnorm_rows.py.
+Registers of an accumulator: bit 0 of a number is the column's bit 0, bit 1 the row + 8, the rest 8 columns.
 """
 
 import struct
@@ -10,64 +9,49 @@ import struct
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .postnorm_joint_product import await_phase, layout, row_type, tile_type
+from .postnorm_joint_product import await_phase, row_type, tile_type
 from .postnorm_multiply import RMS, _register_row
-from .postnorm_rows import _places, _there, widen
+from .postnorm_rows import widen
 
 SHARES = tuple(struct.pack(">f", 1 / (j + 1)).hex() for j in range(8))  # of a part of 128 columns after j others
 WEIGHTS = tuple(struct.pack(">f", 128 * j / (j + 1)).hex() for j in range(8))
 CAUTIOUS = "43800000"  # 256: where the mean's square is so many times the variance, squares are summed about the mean
 
-# ---- columns ---------------------------------------------------------------------------------------------------------
+# ---- gamma and beta --------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def four(quads, j, names):
-    """Text that loads what belongs to a thread's pair of columns 8 j of the product: 16 bytes per pair, in the order of the
-    result. `t` has the address of the thread's first."""
-    at = 256 * (j >> 2) + 16 * (j & 3) if quads else 64 * j
-    return f"ld.shared.v4.f32 {{{', '.join(names)}}}, [t + {at}];"
+def _pack(narrow, outputs, inputs):
+    """Thread t packs two gammas, or two betas, of columns t / 2 * 2 and the next."""
+    (tid,), (wide,), (packed,) = inputs
+    return f"""{{ .reg .b32 t, at, word; .reg .f32 a, b; and.b32 t, {tid}, 127; shl.b32 at, t, 3; add.u32 at, at, {wide};
+    ld.shared.v2.f32 {{a, b}}, [at]; cvt.rn.{narrow}x2.f32 word, b, a;
+    shl.b32 at, t, 2; add.u32 at, at, {packed}; st.shared.b32 [at], word; }}"""
 
 
 @gluon.constexpr_function
-def to_first(quads, tid, base):
-    return f"and.b32 t, {tid}, 3; shl.b32 t, t, {6 if quads else 4}; add.u32 t, t, {base};"
+def _pack_bf16(outputs, inputs):
+    return _pack("bf16", outputs, inputs)
 
 
 @gluon.constexpr_function
-def _begin(quads, outputs, inputs):
-    """The bias of a pair lies twice, for both rows."""
-    (out,), ((tid,), (base,)) = outputs, inputs
-    lines = ["{ .reg .b32 t;", to_first(quads, tid, base)]
-    return "\n".join([*lines, *(four(quads, j, out[4 * j : 4 * j + 4]) for j in range(16)), "}"])
-
-
-@gluon.constexpr_function
-def _begin_plain(outputs, inputs):
-    return _begin(False, outputs, inputs)
-
-
-@gluon.constexpr_function
-def _begin_quads(outputs, inputs):
-    return _begin(True, outputs, inputs)
-
-
-BEGUN = gl.constexpr(",".join(["=&f"] * 64 + ["r", "r", "~{memory}"]))
+def _pack_fp16(outputs, inputs):
+    return _pack("f16", outputs, inputs)
 
 
 @gluon.jit
-def begin(tid, bias, QUADS: gl.constexpr):
-    """An accumulator that starts with the bias."""
-    asm: gl.constexpr = _begin_quads if QUADS else _begin_plain
-    return gl.inline_asm(asm, BEGUN, [tid, bias], tile_type(), is_pure=False)
+def pack(tid, wide, packed, dtype: gl.constexpr):
+    """Words of two columns each, gammas and betas in turns, from fp32 in that order."""
+    asm: gl.constexpr = _pack_bf16 if dtype == gl.bfloat16 else _pack_fp16
+    gl.inline_asm(asm, "r,r,r,~{memory}", [tid, wide, packed], (), is_pure=False)
 
 
 @gluon.constexpr_function
-def _affine(quads, outputs, inputs):
-    """Of a pair lie both gammas, then both betas."""
+def _affine(outputs, inputs):
     (out,), (values, (tid,), (base,)) = outputs, inputs
-    lines = ["{ .reg .b32 t; .reg .f32 " + ", ".join(f"g{i}" for i in range(64)) + ";", to_first(quads, tid, base)]
-    lines += [four(quads, j, [f"g{4 * j + i}" for i in range(4)]) for j in range(16)]
+    lines = [f"{{ .reg .b32 t; .reg .f32 g<64>; and.b32 t, {tid}, 3; shl.b32 t, t, 4; add.u32 t, t, {base};"]
+    for j in range(16):
+        lines.append(f"ld.shared.v4.f32 {{{', '.join(f'g{4 * j + i}' for i in range(4))}}}, [t + {64 * j}];")
     for i, (o, v) in enumerate(zip(out, values)):
         g = (i & ~3) + (i & 1)
         lines.append(f"fma.rn.f32 {o}, {v}, g{g}, g{g + 2};")
@@ -75,90 +59,42 @@ def _affine(quads, outputs, inputs):
 
 
 @gluon.constexpr_function
-def _affine_plain(outputs, inputs):
-    return _affine(False, outputs, inputs)
-
-
-@gluon.constexpr_function
-def _affine_quads(outputs, inputs):
-    return _affine(True, outputs, inputs)
-
-
-TIED_AFFINE = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r", "r", "~{memory}"]))
-
-
-@gluon.jit
-def affine(acc, tid, vectors, QUADS: gl.constexpr):
-    asm: gl.constexpr = _affine_quads if QUADS else _affine_plain
-    return gl.inline_asm(asm, TIED_AFFINE, [acc, tid, vectors], tile_type(), is_pure=False)
-
-
-# ---- residual --------------------------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _load(half, outputs, inputs):
-    """64 of a thread's columns: 2 times 8 neighbouring ones in each of its rows, 0 where there is nothing."""
-    (out,), places = outputs, [i[0] for i in inputs]
-    lines = ["{", *_places(*places), *(f"mov.b32 {o}, 0;" for o in out)]
-    for part in range(2):
-        lines.append(_there(2 * half + part))
-        for k, (there, row) in enumerate((("a", "here"), ("b", "below"))):
-            words = ", ".join(out[8 * part + 4 * k : 8 * part + 4 * k + 4])
-            lines.append(f"@{there} ld.global.v4.b32 {{{words}}}, [{row} + {64 * (2 * half + part)}];")
+def _affine_packed(narrow, outputs, inputs):
+    (out,), (values, (tid,), (base,)) = outputs, inputs
+    lines = ["{ .reg .b32 at, t, w<32>; .reg .b16 h, l; .reg .f32 even, odd, g0, g1;"]
+    lines.append(f"and.b32 at, {tid}, 3; shl.b32 at, at, 3; add.u32 at, at, {base};")
+    lines += [f"ld.shared.v2.b32 {{w{2 * j}, w{2 * j + 1}}}, [at + {32 * j}];" for j in range(16)]
+    for j in range(16):
+        lines.append(
+            f"{widen(narrow, f'w{2 * j}')} mov.f32 g0, even; mov.f32 g1, odd; {widen(narrow, f'w{2 * j + 1}')}"
+        )
+        for i in range(4 * j, 4 * j + 4):
+            lines.append(f"fma.rn.f32 {out[i]}, {values[i]}, g{i & 1}, {'odd' if i & 1 else 'even'};")
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def _load_first(outputs, inputs):
-    return _load(0, outputs, inputs)
+def _affine_bf16(outputs, inputs):
+    return _affine_packed("bf16", outputs, inputs)
 
 
 @gluon.constexpr_function
-def _load_second(outputs, inputs):
-    return _load(1, outputs, inputs)
+def _affine_fp16(outputs, inputs):
+    return _affine_packed("fp16", outputs, inputs)
 
 
-@gluon.constexpr_function
-def pairs_type():
-    return gl.distributed_type(gl.int32, [256, 32], layout(32))
+TIED = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r", "r", "~{memory}"]))
 
 
 @gluon.jit
-def load_residual(ptr, pitch, row, end, column, width, HALF: gl.constexpr):
-    """Pairs of 16-bit values of rows row, row + 1 .. before `end` and of `width` columns, a multiple of 8, from `column` on;
-    0 elsewhere. `pitch`: row stride in elements. Columns before or after the 64th."""
-    asm: gl.constexpr = _load_first if HALF == 0 else _load_second
-    args = [ptr, pitch, row, end, column, width]
-    return gl.inline_asm(asm, ("=&r", "l", "l", "r", "r", "r", "r"), args, pairs_type(), is_pure=False)
-
-
-@gluon.constexpr_function
-def _add(narrow, outputs, inputs):
-    """Word 8 J + 4 k + i of a half has the registers e + 2 k + 4 (4 J + i) of that half, k: row + 8."""
-    (out,), (*halves, values) = outputs, inputs
-    lines = ["{ .reg .b16 h, l; .reg .b32 t; .reg .f32 even, odd;"]
-    for w, name in enumerate([*halves[0], *halves[1]]):
-        i = 4 * (4 * (w >> 3) + (w & 3)) + 2 * (w >> 2 & 1)
-        lines.append(widen(narrow, name))
-        lines.append(f"add.f32 {out[i]}, {values[i]}, even; add.f32 {out[i + 1]}, {values[i + 1]}, odd;")
-    return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def _add_bf16(outputs, inputs):
-    return _add("bf16", outputs, inputs)
-
-
-@gluon.constexpr_function
-def _add_fp16(outputs, inputs):
-    return _add("fp16", outputs, inputs)
-
-
-@gluon.jit
-def add_residual(acc, first, second, dtype: gl.constexpr):
-    asm: gl.constexpr = _add_bf16 if dtype == gl.bfloat16 else _add_fp16
-    return gl.inline_asm(asm, ("=f", "r", "r", "f"), [first, second, acc], acc.type, is_pure=True)
+def affine(acc, tid, wide, packed, use_packed, dtype: gl.constexpr):
+    """Reading shared memory is what the kernel has least time for, so 16-bit parameters are read as such."""
+    asm: gl.constexpr = _affine_bf16 if dtype == gl.bfloat16 else _affine_fp16
+    if use_packed:
+        acc = gl.inline_asm(asm, TIED, [acc, tid, packed], tile_type(), is_pure=False)
+    else:
+        acc = gl.inline_asm(_affine, TIED, [acc, tid, wide], tile_type(), is_pure=False)
+    return acc
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -196,55 +132,42 @@ def _squares(outputs, inputs):
 
 
 @gluon.constexpr_function
-def deviations(quads, values, mean, width, tid):
+def deviations(values, mean, width):
     """Text for q0 and q1 as sums of squared deviations from the mean, of the columns before `width`, a multiple of 8."""
-    lines = [f"and.b32 w, {tid}, 3; shl.b32 w, w, 3;" if quads else "mov.b32 w, 0;"]
-    lines.append(f"sub.s32 w, {width}, w;")
-    lines += [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
+    lines = [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
     for i, v in enumerate(values):
         r = _register_row(i)
-        if i % (16 if quads else 4) == 0:
-            lines.append(f"setp.gt.s32 p, w, {2 * i};")
+        if i % 4 == 0:
+            lines.append(f"setp.gt.s32 p, {width}, {2 * i};")
         lines.append(f"sub.f32 t0, {v}, {mean[r]}; @p fma.rn.f32 q{r + 2 * (i & 1)}, t0, t0, q{r + 2 * (i & 1)};")
     return lines + [f"add.f32 q{r}, q{r}, q{r + 2};" for r in range(2)] + over_quad(["q0", "q1"])
 
 
 @gluon.constexpr_function
-def _moments(quads, outputs, inputs):
+def _moments(outputs, inputs):
     """Mean and squared deviations of the columns before `width`; those after are 0. In one pass over the values, and where
     that loses digits, as with a large mean or in constant rows, in a second one."""
-    (mean, square), (values, (tid,), (width,), (share,)) = outputs, inputs
+    (mean, square), (values, (width,), (share,)) = outputs, inputs
     lines = [f"{{ .reg .f32 s<4>, q<4>, t<4>, many; .reg .pred p, c; .reg .b32 w; mov.f32 many, 0f{CAUTIOUS};"]
     lines += [*sums(values, (1, 2)), *over_quad(["s0", "q0", "s1", "q1"])]
     for r in range(2):
         lines.append(f"mul.f32 {mean[r]}, s{r}, {share}; mul.f32 t{r}, s{r}, {mean[r]};")
         lines.append(f"sub.f32 {square[r]}, q{r}, t{r}; mul.f32 t{r + 2}, {square[r]}, many;")
     lines.append("setp.gt.f32 p, t0, t2; setp.gt.f32 c, t1, t3; or.pred p, p, c; vote.sync.any.pred p, p, 0xffffffff;")
-    lines += ["@!p bra done;", *deviations(quads, values, mean, width, tid)]
+    lines += ["@!p bra done;", *deviations(values, mean, width)]
     return "\n".join([*lines, *(f"mov.f32 {square[r]}, q{r};" for r in range(2)), "done: mov.b32 w, 0; }"])
 
 
-@gluon.constexpr_function
-def _moments_plain(outputs, inputs):
-    return _moments(False, outputs, inputs)
-
-
-@gluon.constexpr_function
-def _moments_quads(outputs, inputs):
-    return _moments(True, outputs, inputs)
-
-
 @gluon.jit
-def statistics(acc, tid, width, share, NORM: gl.constexpr, QUADS: gl.constexpr):
+def statistics(acc, width, share, NORM: gl.constexpr):
     """Per row: mean (0 for RMS) and sum of squared deviations from it, over the CTA's columns. `share`: 1 / width."""
     kind: gl.constexpr = row_type()
     if NORM == RMS:
         square = gl.inline_asm(_squares, ("=&f", "f"), [acc], kind, is_pure=False)
         mean = gl.zeros_like(square)
     else:
-        asm: gl.constexpr = _moments_quads if QUADS else _moments_plain
-        args = [acc, tid, width, share]
-        mean, square = gl.inline_asm(asm, ("=&f", "=&f", "f", "r", "r", "f"), args, (kind, kind), is_pure=False)
+        args = [acc, width, share]
+        mean, square = gl.inline_asm(_moments, ("=&f", "=&f", "f", "r", "f"), args, (kind, kind), is_pure=False)
     return mean, square
 
 

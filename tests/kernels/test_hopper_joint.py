@@ -2,10 +2,9 @@
 
 import numpy as np
 import pytest
-import torch
 from ptx_model import LANES, Machine, bits, real, to_bf16
 
-from recsys_norm.kernels.hopper import postnorm_cluster
+from recsys_norm.kernels.hopper import postnorm_joint_product as product
 from recsys_norm.kernels.hopper import postnorm_joint_steps as steps
 from recsys_norm.kernels.hopper import postnorm_joint_stores as stores
 
@@ -13,14 +12,9 @@ PLACE, ROWS, COLUMNS = 1 << 14, 64, 128
 FIRST = 16 * (LANES // 32) + LANES % 32 // 4  # the first of a thread's two rows
 
 
-def columns_of(quads):
-    """The result's column for each of a product's."""
-    return postnorm_cluster.quads(torch.arange(COLUMNS)[:, None]).reshape(-1).numpy() if quads else np.arange(COLUMNS)
-
-
-def registers_of(tile, quads):
-    """An accumulator's registers for a tile of the result."""
-    tile, column = tile[:, columns_of(quads)], 2 * (LANES % 4)
+def registers_of(tile):
+    """An accumulator's registers."""
+    column = 2 * (LANES % 4)
     return [tile[FIRST + 8 * (i >> 1 & 1), column + (i & 1) + 8 * (i >> 2)] for i in range(64)]
 
 
@@ -60,54 +54,37 @@ def rows(pair):
     return out
 
 
-@pytest.mark.parametrize("quads", [False, True])
-def test_an_accumulator_starts_with_the_bias_and_is_scaled_by_gamma(quads):
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+def test_a_bias_is_the_sum_of_three_parts(scale):
+    m, bias = machine(), (scale * np.random.default_rng(1).standard_normal(COLUMNS)).astype(np.float32)
+    m.run(product._split.fn("bf16", (), (("tid",), ("tile",), ("v",))), {"tid": LANES, "tile": PLACE, "v": bits(bias)})
+    parts = (m.shared[PLACE : PLACE + 2048].view(np.uint16).reshape(128, 8).astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(parts[:, :3].astype(np.float64).sum(1), bias) and not parts[:, 3:].any()
+
+
+def test_zhat_is_scaled_by_gamma_and_moved_by_beta():
     m, tile = machine(), random()
-    bias, gamma, beta = np.random.default_rng(1).standard_normal((3, COLUMNS)).astype(np.float32)
-    put(m.shared, PLACE, np.tile(bias.reshape(64, 1, 2), (1, 2, 1)))  # four values per pair of columns
-    put(m.shared, PLACE + 1024, np.stack([gamma.reshape(64, 2), beta.reshape(64, 2)], 1))
-    m.run(steps._begin.fn(quads, (names("o", 64),), (("tid",), ("at",))), {"at": PLACE, "tid": LANES})
-    for found, wanted in zip(read(m, "o", 64), registers_of(np.tile(bias, (ROWS, 1)), quads)):
-        assert np.array_equal(found, wanted)
-    text = steps._affine.fn(quads, (names("o", 64),), (names("v", 64), ("tid",), ("at",)))
-    m.run(text, values("v", registers_of(tile, quads)) | {"at": PLACE + 1024, "tid": LANES})
-    for found, wanted in zip(read(m, "o", 64), registers_of(tile * gamma + beta, quads)):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+    gamma, beta = real(to_bf16(np.random.default_rng(1).standard_normal((2, COLUMNS))) << 16)
+    put(m.shared, PLACE, np.stack([gamma.reshape(64, 2), beta.reshape(64, 2)], 1))  # per pair of columns
+    m.run(steps._pack.fn("bf16", (), (("tid",), ("wide",), ("packed",))), {"tid": LANES, "wide": PLACE, "packed": 4096})
+    for text, at in ((steps._affine.fn, PLACE), (steps._affine_bf16.fn, 4096)):
+        operands = values("v", registers_of(tile)) | {"base": at, "tid": LANES}
+        m.run(text((names("out", 64),), (names("v", 64), ("tid",), ("base",))), operands)
+        for found, wanted in zip(read(m, "out", 64), registers_of(tile * gamma + beta)):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "row,end,column,width", [(0, 64, 0, 128), (64, 101, 128, 128), (3, 12, 8, 24), (0, 1, 0, 8), (5, 0, 0, 96)]
-)
-def test_a_residual_is_added(row, end, column, width):
-    m, more, tile = machine(), to_bf16(np.random.default_rng(2).standard_normal((112, 264))).astype(np.uint16), random()
-    put(m.memory, 512, more)
-    where = {"ptr": 512, "pitch": 264, "row": row, "end": end, "column": column, "width": width}
-    held = {}
-    for half in range(2):
-        words = names(f"w{half}", 16)
-        m.run(steps._load.fn(half, (words,), [(n,) for n in where]), where)
-        held |= {w: m.registers[w] for w in words}
-    text = steps._add.fn("bf16", (names("o", 64),), (names("w0", 16), names("w1", 16), names("v", 64)))
-    m.run(text, held | values("v", registers_of(tile, True)))
-    there = max(0, min(ROWS, end - row))
-    part = (more[row : row + there, column : column + width].astype(np.uint32) << 16).view(np.float32)
-    tile[:there, :width] += part
-    for found, wanted in zip(read(m, "o", 64), registers_of(tile, True)):
-        assert np.array_equal(found, wanted)
-
-
-@pytest.mark.parametrize("quads", [False, True])
 @pytest.mark.parametrize("width", [128, 104, 8])
 @pytest.mark.parametrize("mean", [0.0, 5.0, -1e3, 3e4])
-def test_moments_keep_their_digits_about_any_mean(quads, width, mean):
+def test_moments_keep_their_digits_about_any_mean(width, mean):
     tile = random(3, mean, width)
     tile[5, :width] = 3.0  # a constant row, a zero row, and one with another mean than its warp's others
     tile[9] = 0
     tile[20, :width] += 1e3
     m = machine()
-    inputs = (names("v", 64), ("tid",), ("width",), ("share",))
-    text = steps._moments.fn(quads, (names("mean", 2), names("square", 2)), inputs)
-    m.run(text, values("v", registers_of(tile, quads)) | {"tid": LANES, "width": width, "share": bits(1 / width)})
+    inputs = (names("v", 64), ("width",), ("share",))
+    text = steps._moments.fn((names("mean", 2), names("square", 2)), inputs)
+    m.run(text, values("v", registers_of(tile)) | {"width": width, "share": bits(1 / width)})
     wide = tile[:, :width].astype(np.float64)
     found = rows(read(m, "square", 2))
     np.testing.assert_allclose(rows(read(m, "mean", 2)), wide.mean(1), rtol=1e-6, atol=1e-6)
@@ -117,7 +94,7 @@ def test_moments_keep_their_digits_about_any_mean(quads, width, mean):
 
 def test_squares_of_a_row():
     tile, m = random(4), machine()
-    m.run(steps._squares.fn((names("square", 2),), (names("v", 64),)), values("v", registers_of(tile, False)))
+    m.run(steps._squares.fn((names("square", 2),), (names("v", 64),)), values("v", registers_of(tile)))
     np.testing.assert_allclose(rows(read(m, "square", 2)), (tile.astype(np.float64) ** 2).sum(1), rtol=1e-6)
 
 
@@ -158,7 +135,7 @@ def test_parts_of_a_row_are_merged(peers, members, last, mean):
 def test_statistics_are_saved(layer, row, end, groups):
     m, tile = machine(), random(6)
     mean, rstd = np.random.default_rng(7).standard_normal((2, ROWS)).astype(np.float32)
-    operands = values("v", registers_of(tile, False))
+    operands = values("v", registers_of(tile))
     operands |= {f"mean{i}": bits(mean[FIRST + 8 * i]) for i in range(2)} | {"row": row, "end": end, "groups": groups}
     operands |= {f"rstd{i}": bits(rstd[FIRST + 8 * i]) for i in range(2)} | {"mean_ptr": 1024, "rstd_ptr": 4096}
     m.memory[:] = 255
@@ -177,20 +154,19 @@ def test_statistics_are_saved(layer, row, end, groups):
         assert np.array_equal(found[:700], expected.view(np.int32)[: len(found[:700])])
 
 
-@pytest.mark.parametrize("quads", [False, True])
-@pytest.mark.parametrize(
-    "row,end,column,width", [(0, 64, 0, 128), (64, 101, 128, 128), (3, 12, 8, 24), (0, 1, 0, 8), (5, 60, 0, 96)]
-)
-def test_rows_go_through_a_place_of_their_warp_to_memory(quads, row, end, column, width):
+@pytest.mark.parametrize("places", [1, 2])
+@pytest.mark.parametrize("width", [128, 64, 40])
+def test_rows_go_to_places_of_their_warp_and_from_there_to_memory(places, width):
     m, tile = machine(), random(8)
-    where = {"tid": LANES, "place": PLACE + LANES // 32 * 2048, "ptr": 512, "pitch": 264}
-    where |= {"row": row, "end": end, "column": column, "width": width}
-    text = stores._store.fn("bf16", quads, (*((n,) for n in where), names("v", 64)))
-    m.memory[:] = 255
-    m.run(text, values("v", registers_of(tile, quads)) | where)
-    memory = m.memory[512 : 512 + 112 * 528].view(np.uint16).reshape(-1, 264)
-    expected = np.full_like(memory, 0xFFFF)
-    there = max(0, min(ROWS, end - row))
-    expected[row : row + there, column : column + width] = to_bf16(tile)[:there, :width]
-    assert np.array_equal(memory, expected) and (m.memory[:512] == 255).all()
-    assert not m.shared[:PLACE].any() and not m.shared[PLACE + 4 * 2048 :].any()
+    where = {"tid": LANES, "base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
+    text = stores._store.fn(stores.Y_MAP, places, "bf16", (*((n,) for n in where), names("v", 64)))
+    m.run(text, values("v", registers_of(tile)) | where | {f"postnorm_joint_kernel_param_{stores.Y_MAP}": 77})
+    place = lambda chunk, warp: PLACE + 2048 * (warp * places + chunk % places)  # noqa: E731
+    chunks = range(2 if width > 64 else 1)
+    assert m.copies == [(32 * w, 77, 256 + 64 * c, 192 + 16 * w, place(c, w)) for c in chunks for w in range(4)]
+    last = [1] if places == 1 else [0, 1]  # what one place holds in the end
+    for chunk in last:
+        for w in range(4):
+            held = m.shared[place(chunk, w) : place(chunk, w) + 2048].view(np.uint16).reshape(16, 8, 8)
+            piece = np.stack([held[r][np.arange(8) ^ (r & 7)] for r in range(16)]).reshape(16, 64)
+            assert np.array_equal(piece, to_bf16(tile[16 * w : 16 * w + 16, 64 * chunk : 64 * chunk + 64]))

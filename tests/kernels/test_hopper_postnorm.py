@@ -119,8 +119,7 @@ def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kerne
         position=position, groups=groups, write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    ways = ("joint_rows", "joint_quads") if joint else ("resident", "direct")
-    way = ways[position is not None]
+    way = "direct" if position else "joint" if joint else "resident"
     assert found.name == f"postnorm_{way}_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
@@ -139,13 +138,13 @@ def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kerne
     assert named["form"] == 1 + 8 + {None: 0, "after": 4, "before": 16}[position]
     assert out.rstd.shape == (70 * groups,) and (out.mean is None) == (norm == "rms")
     assert named["rstd_ptr"] is out.rstd and named["mean_ptr"] is out.mean
-    rows = position is None
-    assert torch.equal(named["w_desc"], weight if rows else postnorm_cluster.quads(weight))
-    kind = "desc" if rows and not joint else "ptr"
-    assert named[f"side_{kind}"] is out.hat and named[f"y_{kind}"] is out.y and (named["residual_ptr"] is None) == rows
-    assert named["r_pitch"] == (0 if rows else N) and named.get("pitch") == (N if kind == "ptr" else None)
-    fetches = [named[n] for n in ("fetch", "x_fetch", "r_fetch") if n in named]
-    assert fetches == ([128 * K] if rows and not joint else [128 * K, 0 if rows else 128 * N])
+    if position is None:
+        assert named["side_desc"] is out.hat and named["y_desc"] is out.y and torch.equal(named["w_desc"], weight)
+        assert named["fetch"] == 128 * K and named.get("r_pitch", 0) == 0 and named.get("residual_ptr") is None
+    else:
+        assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and named["residual_ptr"] is not None
+        assert torch.equal(named["w_desc"], postnorm_cluster.quads(weight))
+        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [128 * K, 128 * N, N, N]
 
 
 @pytest.mark.parametrize("joint", [False, True])
@@ -157,6 +156,7 @@ def test_rows_with_gaps_are_not_fetched_ahead(joint, with_residual, calls, monke
     postnorm_cluster.forward(x[:, :64], weight, None, None, None, residual, layer=True, eps=1e-5, position="before")
     (found, (_, *args), _), = calls  # fmt: skip
     named = dict(zip((p["name"] for p in found.entry["params"]), args))
-    fetches = [named[n] for n in ("fetch", "x_fetch", "r_fetch") if n in named]
-    assert not any(fetches) and len(fetches) == (2 if joint or with_residual else 1)
-    assert named["r_pitch"] == (136 if with_residual else 0)
+    if with_residual:
+        assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [0, 0, 128, 136]
+    else:
+        assert named["fetch"] == 0
