@@ -79,14 +79,9 @@ def postnorm_cases() -> Iterator[tuple[str, Callable[[], tuple]]]:
         for layer, position in ((False, "before"), (True, "after"), (False, None), (True, None)):
             vectors = (bias, gamma, beta if layer else None)
             options = dict(layer=layer, eps=1e-5, position=position, write_hat=layer, write_z=not layer)
-            call = partial(postnorm.forward, x, weight, *vectors, residual if position else None, **options)
-            name = f"linear_norm {K} -> {N}{' layer' * layer}{f', residual {position}' if position else ''}"
-            if not resident:
-                yield name, call
-                continue
-            for postnorm_cluster.JOINT in (False, True)[: 1 if position else 2]:
-                call = partial(postnorm_cluster.forward, *call.args, **options)
-                yield f"{name}{', joint' * postnorm_cluster.JOINT}", call
+            forward = postnorm_cluster.forward if resident else postnorm.forward
+            call = partial(forward, x, weight, *vectors, residual if position else None, **options)
+            yield f"linear_norm {K} -> {N}{' layer' * layer}{f', residual {position}' if position else ''}", call
 
 
 def run_cases() -> None:

@@ -1,8 +1,6 @@
 """linear_norm on Hopper with W in the shared memory of a cluster of CTAs, over which a row of the result is spread. Two
 kernels: `direct` stores results and loads a residual straight from and to registers and serves what has a residual
-(postnorm_direct_kernels.py); `resident` stores results through shared memory and serves the rest
-(postnorm_resident_kernels.py). A third, `joint`, takes the latter's place where JOINT says so
-(postnorm_joint_kernels.py)."""
+(postnorm_direct_kernels.py); `joint` serves the rest (postnorm_joint_kernels.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +18,6 @@ COLUMNS = 128  # of a CTA
 SHAPES = ((4, 4), (6, 4), (8, 4), (8, 8))  # k-blocks of W and CTAs at most, as shared memory bounds them
 MAX_K = BLOCK * SHAPES[-1][0]
 MAX_FEATURES = COLUMNS * SHAPES[-1][1]  # of a norm; 8 CTAs are the largest cluster that every device runs
-JOINT = False  # whether the kernel serves what has no residual
 _ABSENT, _NARROW, _WIDE = 0, 1, 2  # kinds of a vector, as in the kernels
 HAT, SUM, AFTER, SAVE, _BEFORE = 1, 2, 4, 8, 16  # bits of `form`, likewise
 
@@ -80,7 +77,7 @@ def forward(
     x, weight = tma_ready(x), aligned(weight.to(x.dtype))
     (M, K), N = x.shape, weight.shape[0]
     members = -(-N // groups // COLUMNS)
-    way = "direct" if residual is not None else "joint" if JOINT else "resident"
+    way = "joint" if residual is None else "direct"
     kernel = kernel_for(way, x.dtype, layer, K, members)
     clusters = groups * min(max(1, clusters_at_once(kernel, x.device) // groups), -(-M // ROWS))
     y = x.new_empty(M, N)
@@ -92,14 +89,12 @@ def forward(
     form = HAT * write_hat + SUM * write_z + SAVE * saves
     other, ends = y if side is None else side, (*vectors, mean, rstd)
     sizes = (M, N // groups, -(-K // BLOCK), members, groups, gapless_bytes(x))
-    if way == "direct":
+    if residual is None:
+        args = (x, y, other, weight, x, None, *ends, 0, *sizes, 0)
+    else:
         form += {"before": _BEFORE, "after": AFTER}[str(position)]
         fetch = gapless_bytes(residual)
         args = (x, quads(weight), x, y, other, residual, *ends, N, residual.stride(0), *sizes, fetch)
-    elif way == "joint":
-        args = (x, weight, y, other, x, *ends, *sizes)
-    else:
-        args = (x, weight, y, other, x, None, *ends, 0, *sizes)
     kernel(members * clusters, *args, *kinds, form, eps)
     return Result(y, side if write_z else None, side if write_hat else None, mean, rstd)
 

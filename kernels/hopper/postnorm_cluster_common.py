@@ -3,8 +3,8 @@ where W stays in shared memory): what both such kernels have in common.
 
     z = x W^T + bias (+ residual);  hat = rstd * (z - mean);  y = gamma * hat + beta (+ residual)
 
-    postnorm_resident_kernels.py    stores results through shared memory
-    postnorm_direct_kernels.py      stores them, and loads a residual, straight from and to registers
+    postnorm_joint_kernels.py     consumers run one text; stores results through shared memory, and has no residual
+    postnorm_direct_kernels.py    stores them, and loads a residual, straight from and to registers
 
 CTA r of a cluster has 128 columns of the result and of W, which it keeps, and walks over blocks of 64 rows together with
 its cluster. With several groups, norms over equal parts of the columns, each cluster serves one of them. Partitions:

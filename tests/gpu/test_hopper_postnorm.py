@@ -6,7 +6,7 @@ import torch
 from op_cases import tensors_for
 
 from recsys_norm import ops
-from recsys_norm.kernels.hopper import launch, postnorm_cluster
+from recsys_norm.kernels.hopper import launch
 from recsys_norm.ops import registry
 from recsys_norm.testing import check_op
 
@@ -22,14 +22,7 @@ SIZES = [
     (20000, 448, 512), (5000, 136, 904), (257, 1128, 1128), (1030, 128, 1024),
     (300, 4096, 128), (200, 1024, 1024), (130, 512, 2048), (129, 2048, 2048),
 ]  # fmt: skip
-JOINT = pytest.mark.parametrize("joint", [False, True], ids=["apart", "joint"], indirect=True)
 FORMS = [(None, False), ("after", False), ("before", False), ("before", True), (None, True)]
-
-
-@pytest.fixture
-def joint(request, monkeypatch):
-    """Which kernels serve rows of W that stay in shared memory."""
-    monkeypatch.setattr(postnorm_cluster, "JOINT", request.param)
 
 
 def on_gpu(tensors):
@@ -51,10 +44,9 @@ def inference(tensors, **options):
         return ops.linear_norm(**tensors, technique="hopper/cluster", **options)
 
 
-@JOINT
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("M,K,N", SIZES)
-def test_sizes(joint, norm, M, K, N):
+def test_sizes(norm, M, K, N):
     run(norm, M=M, K=K, N=N, dtype=BF16, mean=5.0, backward=N == 512)
     run(norm, M=M, K=K, N=N, dtype=FP16, param_dtype=FP32)
     run(norm, M=M, K=K, N=N, dtype=BF16, affine=False, bias=False, scale=1e-3)
@@ -62,32 +54,29 @@ def test_sizes(joint, norm, M, K, N):
         run(norm, options={"residual_position": position}, M=M, K=K, N=N, dtype=BF16, residual=True, mean=5.0)
 
 
-@JOINT
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("position,return_sum", FORMS)
 @pytest.mark.parametrize("K,N", [(256, 384), (1024, 512), (128, 1000)])
-def test_residual_and_returned_sum(joint, norm, position, return_sum, K, N):
+def test_residual_and_returned_sum(norm, position, return_sum, K, N):
     options = {"return_sum": return_sum} | ({"residual_position": position} if position else {})
     for affine in (True, False):
         shape = dict(M=300, K=K, N=N, dtype=BF16, residual=position is not None, affine=affine)
         run(norm, options=options, backward=N == 384, **shape)
 
 
-@JOINT
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
     "M,K,N,groups", [(300, 512, 1024, 2), (65, 72, 512, 4), (130, 256, 1536, 3), (20000, 512, 1024, 2)]
 )
-def test_groups(joint, norm, M, K, N, groups):
+def test_groups(norm, M, K, N, groups):
     for position, return_sum in FORMS:
         options = {"groups": groups, "return_sum": return_sum} | ({"residual_position": position} if position else {})
         shape = dict(M=M, K=K, N=N, dtype=BF16, residual=position is not None, mean=2.0)
         run(norm, options=options, backward=M < 1000, **shape)
 
 
-@JOINT
 @pytest.mark.parametrize("norm", NORMS)
-def test_a_large_mean_of_the_rows_of_the_result(joint, norm):
+def test_a_large_mean_of_the_rows_of_the_result(norm):
     """LN's mean is taken off before squaring where it is large, also in the last, narrower slice of a row."""
     for N, mean in ((256, 5), (760, 5), (384, 50), (760, 50), (512, 1000)):
         t = tensors_for("linear_norm", norm=norm, M=300, K=512, N=N, dtype=FP16, param_dtype=FP32)
@@ -96,8 +85,7 @@ def test_a_large_mean_of_the_rows_of_the_result(joint, norm):
         run(norm, tensors=t)
 
 
-@JOINT
-def test_constant_and_zero_rows(joint):
+def test_constant_and_zero_rows():
     for norm in NORMS:
         t = tensors_for("linear_norm", norm=norm, M=300, K=512, N=512, dtype=BF16, bias=False)
         with torch.no_grad():
@@ -110,8 +98,7 @@ def test_constant_and_zero_rows(joint):
         run(norm, tensors=t)
 
 
-@JOINT
-def test_a7_strides_and_misalignment(joint):
+def test_a7_strides_and_misalignment():
     t = on_gpu(tensors_for("linear_norm", M=300, K=256, N=256, dtype=BF16))
     wide = torch.randn(300, 3 * 256 + 8, device="cuda").to(BF16)
     flat = torch.randn(300 * 256 + 1, device="cuda").to(BF16)
@@ -128,8 +115,7 @@ def test_a7_strides_and_misalignment(joint):
             assert torch.equal(y, expected)
 
 
-@JOINT
-def test_a6_more_values_than_32_bits_count(joint):
+def test_a6_more_values_than_32_bits_count():
     M, K, N = 2**31 // 512 + 300, 64, 512
     if torch.cuda.mem_get_info()[0] < 14 * 2**30:
         pytest.skip("needs 14 GiB of free memory")
@@ -148,14 +134,13 @@ def test_a6_more_values_than_32_bits_count(joint):
     assert torch.equal(y[-300:], last)
 
 
-@JOINT
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize(
     "M,K,N",
     [(300, 512, 512), *((30000, w, w) for w in (256, 384, 512, 1024)), (30000, 512, 2048), (262144, 512, 512)],
 )
-def test_a26_a_thousand_launches_give_the_same_bits(joint, norm, residual, M, K, N):
+def test_a26_a_thousand_launches_give_the_same_bits(norm, residual, M, K, N):
     """On all SMs, with as many tiles per group as make every slot of the messages be used again."""
     t = on_gpu(tensors_for("linear_norm", norm=norm, M=M, K=K, N=N, dtype=BF16, residual=residual))
     options = {"residual_position": "before"} if residual else {}
@@ -171,8 +156,7 @@ def test_a26_a_thousand_launches_give_the_same_bits(joint, norm, residual, M, K,
     assert not different.item()
 
 
-@JOINT
-def test_other_group_sizes_in_between_leave_no_stale_message(joint):
+def test_other_group_sizes_in_between_leave_no_stale_message():
     problems = [
         {n: p.detach() for n, p in on_gpu(tensors_for("linear_norm", M=M, K=K, N=N, dtype=BF16)).items()}
         for M, K, N in ((5000, 256, 256), (300, 512, 1000), (20000, 1024, 512), (129, 64, 2048))
@@ -183,8 +167,7 @@ def test_other_group_sizes_in_between_leave_no_stale_message(joint):
         assert torch.equal(first[at], inference(problems[at], norm="layer"))
 
 
-@JOINT
-def test_streams_and_graphs_have_their_own_messages(joint):
+def test_streams_and_graphs_have_their_own_messages():
     t = on_gpu(tensors_for("linear_norm", M=20000, K=256, N=512, dtype=BF16))
     t = {n: p.detach() for n, p in t.items()}
     expected = inference(t, norm="layer")

@@ -102,16 +102,14 @@ def test_what_the_kernels_get_where_w_streams(norm, dtype, K, N, calls):
     assert box["w_desc"] == [postnorm.COLUMNS, 64] and box["x_desc"] == [64, 64]
 
 
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("position", [None, "before", "after"])
 @pytest.mark.parametrize(
     "K,N,groups,kernel,members",
     [(8, 8, 1, "bf16_4_4", 1), (264, 384, 1, "bf16_6_4", 3), (512, 1024, 2, "bf16_8_4", 4), (512, 1000, 1, "bf16_8_8", 8)],
 )  # fmt: skip
-def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kernel, members, calls, monkeypatch):
+def test_what_the_cluster_kernels_get(norm, position, K, N, groups, kernel, members, calls):
     """A residual picks the kernel that loads it into registers, none the one that stores through shared memory."""
-    monkeypatch.setattr(postnorm_cluster, "JOINT", joint)
     x, weight, residual = (torch.randn(shape).to(BF16) for shape in ((70, K), (N, K), (70, N)))
     gamma = torch.randn(N)
     out = postnorm_cluster.forward(
@@ -119,7 +117,7 @@ def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kerne
         position=position, groups=groups, write_hat=True,
     )  # fmt: skip
     (found, (grid, *args), options), = calls  # fmt: skip
-    way = "direct" if position else "joint" if joint else "resident"
+    way = "direct" if position else "joint"
     assert found.name == f"postnorm_{way}_{norm}_{kernel}" and found.entry["cluster"] == members and not options
     assert grid == members * groups * 2  # blocks of 64 rows
     assert len(args) == len(found.entry["params"])
@@ -140,17 +138,15 @@ def test_what_the_cluster_kernels_get(joint, norm, position, K, N, groups, kerne
     assert named["rstd_ptr"] is out.rstd and named["mean_ptr"] is out.mean
     if position is None:
         assert named["side_desc"] is out.hat and named["y_desc"] is out.y and torch.equal(named["w_desc"], weight)
-        assert named["fetch"] == 128 * K and named.get("r_pitch", 0) == 0 and named.get("residual_ptr") is None
+        assert [named[n] for n in ("x_fetch", "r_fetch", "r_pitch", "residual_ptr")] == [128 * K, 0, 0, None]
     else:
         assert named["side_ptr"] is out.hat and named["y_ptr"] is out.y and named["residual_ptr"] is not None
         assert torch.equal(named["w_desc"], postnorm_cluster.quads(weight))
         assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [128 * K, 128 * N, N, N]
 
 
-@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize("with_residual", [True, False])
-def test_rows_with_gaps_are_not_fetched_ahead(joint, with_residual, calls, monkeypatch):
-    monkeypatch.setattr(postnorm_cluster, "JOINT", joint)
+def test_rows_with_gaps_are_not_fetched_ahead(with_residual, calls):
     x, weight, residual = torch.randn(70, 72).to(BF16), torch.randn(128, 64).to(BF16), torch.randn(70, 136).to(BF16)
     residual = residual[:, :128] if with_residual else None
     postnorm_cluster.forward(x[:, :64], weight, None, None, None, residual, layer=True, eps=1e-5, position="before")
@@ -159,4 +155,4 @@ def test_rows_with_gaps_are_not_fetched_ahead(joint, with_residual, calls, monke
     if with_residual:
         assert [named[n] for n in ("x_fetch", "r_fetch", "pitch", "r_pitch")] == [0, 0, 128, 136]
     else:
-        assert named["fetch"] == 0
+        assert [named[n] for n in ("x_fetch", "r_fetch")] == [0, 0]

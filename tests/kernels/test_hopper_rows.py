@@ -9,7 +9,6 @@ from recsys_norm.kernels.hopper import (
     gdpa_backward_moves,
     postnorm_cluster,
     postnorm_direct_steps,
-    postnorm_resident_rows,
     postnorm_rows,
 )
 from recsys_norm.kernels.hopper import postnorm_cluster_exchange as exchange
@@ -52,20 +51,6 @@ def operands(prefix, values):
 def put(memory, at, array):
     data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
     memory[at : at + data.size] = data
-
-
-@pytest.mark.parametrize("rows,width", [(64, 64), (37, 64), (9, 24), (1, 8), (0, 64)])
-def test_rows_are_added(rows, width):
-    m, more = machine(), narrow(ROWS, 72)
-    put(m.memory, 512, more)
-    tile = widen(narrow(ROWS, 64, seed=1))
-    names, values = operands("v", registers_of(tile))
-    out = [f"o{i}" for i in range(32)]
-    text = postnorm_resident_rows._add_bf16.fn((out,), (("at",), ("pitch",), ("rows",), ("width",), names))
-    m.run(text, values | {"at": 512, "pitch": 144, "rows": rows, "width": width})
-    expected = tile.copy()
-    expected[:rows, :width] += widen(more)[:rows, :width]
-    assert np.array_equal(tile_of([real(m.registers[o]) for o in out]), expected)
 
 
 def test_accumulators_go_to_shared_memory():
