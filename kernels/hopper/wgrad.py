@@ -13,7 +13,7 @@ from recsys_norm.kernels.hopper import launch
 from recsys_norm.kernels.hopper.dgrad import pieces
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
-FORM = "split"  # or "queued"
+FORM = "split"  # or "queued" or "woven"
 STEP = 64
 TILE_ROWS = 128
 TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then what is wider
@@ -108,7 +108,7 @@ def gradients(
     norm = "layer" if layer else "rms"
     M, K = x.shape
     choice = TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS
-    p = plan(M, N, K, launch.multiprocessors(x.device), choice, even=FORM == "queued")
+    p = plan(M, N, K, launch.multiprocessors(x.device), choice, even=FORM != "split")
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
     y, offset, delta = row_dots or RowDots(given[0], None, None)

@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from .dgrad_kernels import accumulator_layout, advance, load_dy
 from .variants import Variant
-from .wgrad_queued_steps import multiply, places, scaled, store_part, wait_for
+from .wgrad_queued_steps import places, store_part, take, wait_for
 from .wgrad_split_kernels import (
     COLUMNS,
     DOT_COLUMNS,
@@ -93,15 +93,16 @@ def release(free, slot):
 @gluon.jit
 def follow(
     p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, shares,
-    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
+    W: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, WOVEN: gl.constexpr,
 ):  # fmt: skip
     """Scale the slot after `slot` and queue its products behind those of `slot`, which read p; wait for the latter."""
     current = slot
     slot, phase = advance(slot, phase, SLOTS)
     turn = gl.where(turn == shares - 1, 0, turn + 1)
-    following, total = scaled(a_s, high_s, low_s, full, at, slot, phase, total, turn == share, W)
-    acc0, acc1 = multiply(following, b0_s, b1_s, slot, acc0, acc1, 1, P1)
-    acc0, acc1 = wait_for(acc0, acc1, p, 1, P1)
+    following, total, acc0, acc1 = take(
+        a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1, WOVEN
+    )
+    acc0, acc1 = wait_for(acc0, acc1, p, 1, P1, WOVEN)
     release(free, current)
     return following, slot, phase, turn, acc0, acc1, total
 
@@ -109,7 +110,7 @@ def follow(
 @gluon.jit
 def consumer(
     a_s, b0_s, b1_s, high_s, low_s, full, free, partial_ptr, sums_ptr, N, K, steps, per_split, tiles, col_tiles,
-    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
+    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr, WOVEN: gl.constexpr,
 ):  # fmt: skip
     split, rank, sharers, _, steps = own_part(tiles, steps, per_split)
     at = places(a_s.dtype == gl.float16)
@@ -123,25 +124,27 @@ def consumer(
             acc1 = gl.zeros([COLUMNS, P1], gl.float32, accumulator_layout(1, 1, P1))
         total = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
         turn = 0
-        p, total = scaled(a_s, high_s, low_s, full, at, slot, phase, total, share == 0, W)
-        acc0, acc1 = multiply(p, b0_s, b1_s, slot, acc0, acc1, 0, P1)
+        p, total, acc0, acc1 = take(
+            a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, share == 0, acc0, acc1, 0, W, P1, WOVEN
+        )
         for _ in range((steps - 1) // 2):
             q, slot, phase, turn, acc0, acc1, total = follow(
                 p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
-                W, P0, P1, SLOTS,
+                W, P1, SLOTS, WOVEN,
             )  # fmt: skip
             p, slot, phase, turn, acc0, acc1, total = follow(
                 q, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
-                W, P0, P1, SLOTS,
+                W, P1, SLOTS, WOVEN,
             )  # fmt: skip
-        acc0, acc1 = wait_for(acc0, acc1, p, 0, P1)
+        acc0, acc1 = wait_for(acc0, acc1, p, 0, P1, WOVEN)
         release(free, slot)
         slot, phase = advance(slot, phase, SLOTS)
         if steps % 2 == 0:  # one more, with nothing running: no copy of what a product reads is safe
             turn = gl.where(turn == col_tiles - 1, 0, turn + 1)
-            q, total = scaled(a_s, high_s, low_s, full, at, slot, phase, total, turn == share, W)
-            acc0, acc1 = multiply(q, b0_s, b1_s, slot, acc0, acc1, 1, P1)
-            acc0, acc1 = wait_for(acc0, acc1, q, 0, P1)
+            q, total, acc0, acc1 = take(
+                a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1, WOVEN
+            )
+            acc0, acc1 = wait_for(acc0, acc1, q, 0, P1, WOVEN)
             release(free, slot)
             slot, phase = advance(slot, phase, SLOTS)
         row = (tile // col_tiles) * (2 * COLUMNS) + W * COLUMNS
@@ -208,6 +211,7 @@ def dw_queued_kernel(  # parameters as of dw_kernel
     SLOTS: gl.constexpr,
     LAYER: gl.constexpr,
     DELTA: gl.constexpr,
+    WOVEN: gl.constexpr,
 ):
     dtype: gl.constexpr = dy0_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -238,9 +242,9 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         gl.warp_specialize(
             [
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER, WOVEN)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER, WOVEN)),
                 (own_row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, steps, steps_per_split, tiles)),
                 (own_dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, steps, steps_per_split, tiles)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
@@ -254,9 +258,9 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         gl.warp_specialize(
             [
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER, WOVEN)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER, WOVEN)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
                           b0_s, b1_s, high_s, low_s, full, free0, free1, M, steps, steps_per_split, tiles,
                           col_tiles, P0, P1, SLOTS, LAYER, not DELTA)),
@@ -266,6 +270,11 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         )  # fmt: skip
 
 
-VARIANTS = [
-    Variant(v.name.replace("split", "queued"), dw_queued_kernel, v.args, maxnreg=v.maxnreg) for v in product_variants()
-]
+def variants():
+    for v in product_variants():
+        for form in ("queued", "woven"):
+            args = {**v.args, "WOVEN": form == "woven"}
+            yield Variant(v.name.replace("split", form), dw_queued_kernel, args, maxnreg=v.maxnreg)
+
+
+VARIANTS = [*variants()]

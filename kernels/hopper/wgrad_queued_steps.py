@@ -4,7 +4,7 @@ P of a slot is 16 registers of two values each: register r belongs to rows m = 1
 the slot and to the column n = 8 (r % 2) + g, with t = lane % 4 and g = lane / 4, of the 16 of a warp: what wgmma takes from
 registers, 4 for every 16 rows. A product that runs reads them until it is waited for. Therefore all is written down as
 assembly here: a tensor of 16-bit values would be taken apart and copied between the steps, and to keep the copy would
-keep nothing.
+keep nothing. "Woven" steps scale 16 rows and queue their products before the next 16, the others scale all 64 first.
 """
 
 from triton.experimental import gluon
@@ -58,95 +58,100 @@ def load_lines(at, raw):
 
 
 @gluon.constexpr_function
-def scale_bf16_asm(outputs, inputs):
-    """rstd comes as two bf16: P = fma(dy, high, dy * low)."""
-    (p,), ((dy_at, factor_at), (dy,), (high,), (low,)) = outputs, inputs
-    lines = ["{ .reg .b32 a, h, l, t, high<8>, low<8>;"]
-    lines += [f"add.u32 a, {dy}, {dy_at}; add.u32 h, {high}, {factor_at}; add.u32 l, {low}, {factor_at};"]
-    lines += load_lines("a", p)
-    for half in range(2):
-        for name, at in (("high", "h"), ("low", "l")):
+def fetch_lines(kind, p, dy_at, factor_at, dy, high, low):
+    """dy into the registers of P and rstd into registers of its own: two bf16 per value for bf16, else fp32."""
+    lines = [".reg .b32 a, f, high<8>, low<8>; .reg .b16 u, v; .reg .f32 fx, fy, factor<16>;"]
+    lines += [f"add.u32 a, {dy}, {dy_at};", *load_lines("a", p)]
+    for name, source in (("high", high), ("low", low)) if kind == "bf16" else ():
+        lines.append(f"add.u32 f, {source}, {factor_at};")
+        for half in range(2):
             four = ",".join(f"{name}{4 * half + i}" for i in range(4))
-            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [{at} + {64 * half}];")
-    for r in range(16):
-        lines.append(f"mul.rn.bf16x2 t, {p[r]}, low{r // 2}; fma.rn.bf16x2 {p[r]}, {p[r]}, high{r // 2}, t;")
+            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [f + {64 * half}];")
+    if kind == "f16":
+        lines.append(f"add.u32 f, {high}, {factor_at};")
+        lines += [f"ld.shared.v2.f32 {{factor{2 * i}, factor{2 * i + 1}}}, [f + {32 * i}];" for i in range(8)]
+    return lines
+
+
+@gluon.constexpr_function
+def scale_lines(kind, p, j):
+    """P of 16 rows: fma(dy, high, dy * low) for bf16, else the product in fp32, rounded."""
+    lines = []
+    for r in range(4 * j, 4 * j + 4):
+        i = r // 2
+        if kind == "bf16":
+            lines.append(f"mul.rn.bf16x2 a, {p[r]}, low{i}; fma.rn.bf16x2 {p[r]}, {p[r]}, high{i}, a;")
+        else:
+            lines.append(f"mov.b32 {{u, v}}, {p[r]}; cvt.f32.f16 fx, u; cvt.f32.f16 fy, v;")
+            lines.append(f"mul.rn.f32 fx, fx, factor{2 * i}; mul.rn.f32 fy, fy, factor{2 * i + 1};")
+            lines.append(f"cvt.rn.f16x2.f32 {p[r]}, fy, fx;")
+    return lines
+
+
+@gluon.constexpr_function
+def scale_asm(kind, outputs, inputs):
+    (p,), ((dy_at, factor_at), (dy,), (high,), (low,)) = outputs, inputs
+    lines = ["{", *fetch_lines(kind, p, dy_at, factor_at, dy, high, low)]
+    for j in range(GROUPS):
+        lines += scale_lines(kind, p, j)
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
-def scale_fp16_asm(outputs, inputs):
-    """rstd comes in fp32: the product in fp32, rounded."""
-    (p,), ((dy_at, factor_at), (dy,), (factors,)) = outputs, inputs
-    lines = ["{ .reg .b32 a, f; .reg .b16 u, v; .reg .f32 x, y, f0, f1;"]
-    lines += [f"add.u32 a, {dy}, {dy_at}; add.u32 f, {factors}, {factor_at};"]
-    lines += load_lines("a", p)
-    for r in range(16):
-        if r % 2 == 0:
-            lines.append(f"ld.shared.v2.f32 {{f0, f1}}, [f + {32 * (r // 2)}];")
-        lines.append(f"mov.b32 {{u, v}}, {p[r]}; cvt.f32.f16 x, u; cvt.f32.f16 y, v;")
-        lines.append(f"mul.rn.f32 x, x, f0; mul.rn.f32 y, y, f1; cvt.rn.f16x2.f32 {p[r]}, y, x;")
-    return "\n".join([*lines, "}"])
+def scale_text(kind):
+    return scale_asm(kind, ([f"${i}" for i in range(16)],), (("$16", "$17"), ("$18",), ("$19",), ("$20",)))
 
 
 @gluon.constexpr_function
-def sum_bf16_asm(outputs, inputs):
-    (out,), (start, (dy_at, _), (dy,)) = outputs, inputs
-    raw = [f"raw{r}" for r in range(16)]
-    lines = [f"{{ .reg .b32 a, t, raw<16>; add.u32 a, {dy}, {dy_at};", *load_lines("a", raw)]
-    for r in range(16):
-        row, first = r % 2, (start if r < 2 else out)[r % 2]
-        lines.append(f"shl.b32 t, {raw[r]}, 16; add.f32 {out[row]}, {first}, t;")
-        lines.append(f"and.b32 t, {raw[r]}, 0xffff0000; add.f32 {out[row]}, {out[row]}, t;")
-    return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def sum_fp16_asm(outputs, inputs):
+def sum_asm(kind, outputs, inputs):
     (out,), (start, (dy_at, _), (dy,)) = outputs, inputs
     raw = [f"raw{r}" for r in range(16)]
     lines = [f"{{ .reg .b32 a, raw<16>; .reg .b16 u, v; .reg .f32 t; add.u32 a, {dy}, {dy_at};", *load_lines("a", raw)]
     for r in range(16):
         row, first = r % 2, (start if r < 2 else out)[r % 2]
-        lines.append(f"mov.b32 {{u, v}}, {raw[r]}; cvt.f32.f16 t, u; add.f32 {out[row]}, {first}, t;")
-        lines.append(f"cvt.f32.f16 t, v; add.f32 {out[row]}, {out[row]}, t;")
+        if kind == "bf16":
+            low, high = f"shl.b32 a, raw{r}, 16; mov.b32 t, a;", f"and.b32 a, raw{r}, 0xffff0000; mov.b32 t, a;"
+        else:
+            low, high = f"mov.b32 {{u, v}}, raw{r}; cvt.f32.f16 t, u;", "cvt.f32.f16 t, v;"
+        lines += [low, f"add.f32 {out[row]}, {first}, t;", high, f"add.f32 {out[row]}, {out[row]}, t;"]
     return "\n".join([*lines, "}"])
 
 
-@gluon.jit
-def scaled(a_s, high_s, low_s, full, at, slot, phase, total, sums, W: gl.constexpr):
-    """P^T of a slot; if `sums`, with the sum of dy, which is read again for it: registers are scarce."""
-    like = gl.zeros([128, 16], gl.int32, packed_layout(16))
-    mbarrier.wait(full.index(slot), phase)
-    dy = a_s.index(2 * slot + W)
-    high = high_s.index(slot)
-    if a_s.dtype == gl.bfloat16:
-        args = [at, dy, high, low_s.index(slot)]
-        p = gl.inline_asm(scale_bf16_asm, ("=&r", "r", "r", "r", "r"), args, like.type, is_pure=False)
-        if sums:
-            total = gl.inline_asm(sum_bf16_asm, ("=&f", "f", "r", "r"), [total, at, dy], total.type, is_pure=False)
-    else:
-        p = gl.inline_asm(scale_fp16_asm, ("=&r", "r", "r", "r"), [at, dy, high], like.type, is_pure=False)
-        if sums:
-            total = gl.inline_asm(sum_fp16_asm, ("=&f", "f", "r", "r"), [total, at, dy], total.type, is_pure=False)
-    return p, total
+@gluon.constexpr_function
+def sum_text(kind):
+    return sum_asm(kind, (("$0", "$1"),), (("$2", "$3"), ("$4", "$5"), ("$6",)))
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
+def product_line(kind, acc, p, j, descriptor):
+    a = ",".join(p[4 * j : 4 * j + 4])
+    name = f"wgmma.mma_async.sync.aligned.m64n{2 * len(acc)}k16.f32.{kind}.{kind}"
+    return f"{name} {{{','.join(acc)}}}, {{{a}}}, {descriptor}, more, 1, 1, 1;"
+
+
+@gluon.constexpr_function
+def descriptor_lines(name, x):
+    return [f"shr.u32 a, {x}, 4; cvt.u64.u32 {name}, a; or.b64 {name}, {name}, {DESCRIPTOR};"]
+
+
+@gluon.constexpr_function
+def next_rows(name):
+    return f"add.u64 {name}, {name}, {16 * ROW_BYTES // 16};"
+
+
+@gluon.constexpr_function
 def product_asm(kind, columns):
-    """acc = (acc if more else 0) + P^T x of a slot: $ numbers are acc, acc again (tied), p, x, more."""
+    """acc = (acc if follows else 0) + P^T x of a slot: operands are acc, acc again (tied), p, x, follows."""
     n = columns // 2
-    acc = ",".join(f"${i}" for i in range(n))
-    lines = ["{ .reg .b32 t; .reg .b64 d; .reg .pred more;", f"setp.ne.b32 more, ${2 * n + 17}, 0;"]
-    lines += [f"shr.u32 t, ${2 * n + 16}, 4; cvt.u64.u32 d, t; or.b64 d, d, {DESCRIPTOR}; wgmma.fence.sync.aligned;"]
+    acc, p = [f"${i}" for i in range(n)], [f"${2 * n + i}" for i in range(16)]
+    lines = ["{ .reg .b32 a; .reg .b64 d; .reg .pred more;", f"setp.ne.b32 more, ${2 * n + 17}, 0;"]
+    lines += [*descriptor_lines("d", f"${2 * n + 16}"), "wgmma.fence.sync.aligned;"]
     for j in range(GROUPS):
-        a = ",".join(f"${2 * n + 4 * j + i}" for i in range(4))
-        name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
-        lines.append(f"{name} {{{acc}}}, {{{a}}}, d, more, 1, 1, 1;")
-        lines.append(f"add.u64 d, d, {16 * ROW_BYTES // 16}; setp.eq.b32 more, t, t;")
-    return "\n".join([*lines[:-1], "wgmma.commit_group.sync.aligned; }"])
+        lines += [product_line(kind, acc, p, j, "d"), next_rows("d"), "setp.eq.b32 more, a, a;"]
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
 
 
 @gluon.constexpr_function
@@ -156,20 +161,73 @@ def product_constraints(columns):
 
 
 @gluon.jit
-def product(p, x, acc, more):
+def product(p, x, acc, follows):
     kind: gl.constexpr = "bf16" if x.dtype == gl.bfloat16 else "f16"
     asm: gl.constexpr = product_asm(kind, acc.shape[1])
     constraints: gl.constexpr = product_constraints(acc.shape[1])
-    return gl.inline_asm(asm, constraints, [acc, p, x, more], acc.type, is_pure=False)
+    return gl.inline_asm(asm, constraints, [acc, p, x, follows], acc.type, is_pure=False)
+
+
+@gluon.constexpr_function
+def woven_asm(kind, p0, p1):
+    """Scaling and products of a slot, 16 rows after 16 rows. Operands are both parts of acc, P, the parts again (tied),
+    the two places, dy, high, low, both parts of x, follows."""
+    n0, n = p0 // 2, (p0 + p1) // 2
+    acc, p = [f"${i}" for i in range(n)], [f"${n + i}" for i in range(16)]
+    dy_at, factor_at, dy, high, low, x0, x1, follows = (f"${2 * n + 16 + i}" for i in range(8))
+    parts = [(acc[:n0], "d", x0), (acc[n0:], "e", x1)][: 2 if p1 else 1]
+    lines = ["{ .reg .b64 d, e; .reg .pred more;", *fetch_lines(kind, p, dy_at, factor_at, dy, high, low)]
+    lines.append(f"setp.ne.b32 more, {follows}, 0;")
+    for _, name, x in parts:
+        lines += descriptor_lines(name, x)
+    for j in range(GROUPS):
+        lines += [*scale_lines(kind, p, j), "wgmma.fence.sync.aligned;"]
+        lines += [product_line(kind, part, p, j, name) for part, name, _ in parts]
+        lines += [
+            "wgmma.commit_group.sync.aligned;",
+            *(next_rows(name) for _, name, _ in parts),
+            "setp.eq.b32 more, f, f;",
+        ]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def woven_constraints(registers):
+    return ",".join(["=f"] * registers + ["=&r"] * 16 + [str(i) for i in range(registers)] + ["r"] * 8)
 
 
 @gluon.jit
-def multiply(p, b0_s, b1_s, slot, acc0, acc1, more, P1: gl.constexpr):
-    """Queue the products of a slot."""
-    acc0 = product(p, b0_s.index(slot), acc0, more)
-    if P1 > 0:
-        acc1 = product(p, b1_s.index(slot), acc1, more)
-    return acc0, acc1
+def take(
+    a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, sums, acc0, acc1, follows,
+    W: gl.constexpr, P1: gl.constexpr, WOVEN: gl.constexpr,
+):  # fmt: skip
+    """Scale a slot and queue its products; if `sums`, add up dy, which is read again for it: registers are scarce."""
+    like = gl.zeros([128, 16], gl.int32, packed_layout(16))
+    kind: gl.constexpr = "bf16" if a_s.dtype == gl.bfloat16 else "f16"
+    mbarrier.wait(full.index(slot), phase)
+    dy = a_s.index(2 * slot + W)
+    high, low = high_s.index(slot), low_s.index(slot)
+    x0, x1 = b0_s.index(slot), b1_s.index(slot)
+    if WOVEN:
+        asm: gl.constexpr = woven_asm(kind, acc0.shape[1], P1)
+        constraints: gl.constexpr = woven_constraints((acc0.shape[1] + P1) // 2)
+        if P1 > 0:
+            types: gl.constexpr = (acc0.type, acc1.type, like.type)
+            args = [acc0, acc1, at, dy, high, low, x0, x1, follows]
+            acc0, acc1, p = gl.inline_asm(asm, constraints, args, types, is_pure=False)
+        else:
+            types: gl.constexpr = (acc0.type, like.type)
+            acc0, p = gl.inline_asm(asm, constraints, [acc0, at, dy, high, low, x0, x1, follows], types, is_pure=False)
+    else:
+        asm: gl.constexpr = scale_text(kind)
+        p = gl.inline_asm(asm, ("=&r", "r", "r", "r", "r"), [at, dy, high, low], like.type, is_pure=False)
+        acc0 = product(p, x0, acc0, follows)
+        if P1 > 0:
+            acc1 = product(p, x1, acc1, follows)
+    if sums:
+        text: gl.constexpr = sum_text(kind)
+        total = gl.inline_asm(text, ("=&f", "f", "r", "r"), [total, at, dy], total.type, is_pure=False)
+    return p, total, acc0, acc1
 
 
 @gluon.constexpr_function
@@ -178,15 +236,19 @@ def wait_constraints(registers):
     return ",".join([*values, *(str(i) for i in range(len(values)))])
 
 
+@gluon.constexpr_function
+def wait_text(slots, p1, woven):
+    return f"wgmma.wait_group.sync.aligned {slots * (GROUPS if woven else 2 if p1 else 1)};"
+
+
 @gluon.jit
-def wait_for(acc0, acc1, p, slots: gl.constexpr, P1: gl.constexpr):
+def wait_for(acc0, acc1, p, slots: gl.constexpr, P1: gl.constexpr, WOVEN: gl.constexpr):
     """Until only the products of the last so many slots run; p is what the slot before them gave, in use until here."""
     constraints: gl.constexpr = wait_constraints((acc0.shape[1] + P1) // 2)
+    asm: gl.constexpr = wait_text(slots, P1, WOVEN)
     if P1 > 0:
-        asm: gl.constexpr = f"wgmma.wait_group.sync.aligned {2 * slots};"
         acc0, acc1, p = gl.inline_asm(asm, constraints, [acc0, acc1, p], (acc0.type, acc1.type, p.type), is_pure=False)
     else:
-        asm: gl.constexpr = f"wgmma.wait_group.sync.aligned {slots};"
         acc0, p = gl.inline_asm(asm, constraints, [acc0, p], (acc0.type, p.type), is_pure=False)
     return acc0, acc1
 

@@ -68,9 +68,9 @@ def test_even_shares_leave_no_multiprocessor_idle(N, K):
     assert p.per_split <= waves * before.per_split
 
 
-@pytest.mark.parametrize("form,programs", [("split", 128), ("queued", 132)])
+@pytest.mark.parametrize("form,programs", [("split", 128), ("queued", 132), ("woven", 132)])
 @pytest.mark.parametrize("norm", ["rms", "layer"])
-def test_both_forms_get_the_same_arguments(form, programs, norm, monkeypatch):
+def test_all_forms_get_the_same_arguments(form, programs, norm, monkeypatch):
     calls, kernels = [], launch.manifest()["90"]["kernels"]
 
     def get(name):
@@ -91,15 +91,16 @@ def test_both_forms_get_the_same_arguments(form, programs, norm, monkeypatch):
     assert calls[1][2]["splits"] == len(args["partial_ptr"])
 
 
-def test_every_product_has_both_forms():
+def test_every_product_has_all_forms():
     kernels = launch.manifest()["90"]["kernels"]
     split = {
         n for n, k in kernels.items() if k["module"] == "wgrad_split_kernels" and n.endswith(("192", "256", "delta"))
     }
     queued = {n for n, k in kernels.items() if k["module"] == "wgrad_queued_kernels"}
-    assert queued == {n.replace("split", "queued") for n in split} and len(queued) == 10
+    assert queued == {n.replace("split", form) for n in split for form in ("queued", "woven")} and len(split) == 10
     for n in split:
-        assert kernels[n]["params"] == kernels[n.replace("split", "queued")]["params"]
+        for form in ("queued", "woven"):
+            assert kernels[n]["params"] == kernels[n.replace("split", form)]["params"]
 
 
 def test_what_it_refuses():

@@ -8,6 +8,8 @@ from ptx_model import LANES, Machine, bits, pair_of, real
 from recsys_norm.kernels.hopper import wgrad_queued_steps as steps
 
 DY, HIGH, LOW, X, START = 1024, 16384, 20480, 32768, 256
+SOURCE = ("at0", "at1", "dy", "high", "low")
+TYPES = {"bf16": "bf16", "fp16": "f16"}  # as PTX calls them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -44,12 +46,21 @@ def run(m, text, **values):
     m.run(text, {**getattr(m, "registers", {}), **values})
 
 
+def named(text, operands):
+    for i in reversed(range(len(operands))):
+        text = text.replace(f"${i}", operands[i])
+    assert "$" not in text
+    return text
+
+
+def places(m, kind):
+    run(m, steps.places_asm.fn((names("at", 2),), (("wide",),)), wide=int(kind == "fp16"))
+
+
 def scaled(m, kind):
     """Registers p0 to p15 of P^T, and at0, at1."""
-    run(m, steps.places_asm.fn((names("at", 2),), (("wide",),)), wide=int(kind == "fp16"))
-    place = (names("at", 2), ("dy",), ("high",), ("low",))
-    asm, inputs = (steps.scale_bf16_asm, place) if kind == "bf16" else (steps.scale_fp16_asm, place[:3])
-    run(m, asm.fn((names("p", 16),), inputs), dy=DY, high=HIGH, low=LOW)
+    places(m, kind)
+    run(m, named(steps.scale_text.fn(TYPES[kind]), [*names("p", 16), *SOURCE]), dy=DY, high=HIGH, low=LOW)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -68,29 +79,34 @@ def test_dy_is_scaled_as_the_product_wants_it(kind):
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_columns_of_dy_are_summed(kind):
     m, dy, _, _ = machine(kind, 64)
-    scaled(m, kind)
-    asm = steps.sum_bf16_asm if kind == "bf16" else steps.sum_fp16_asm
-    run(m, asm.fn((("o0", "o1"),), (("s0", "s1"), names("at", 2), ("dy",))), s0=bits(1.0), s1=bits(2.0))
+    places(m, kind)
+    text = named(steps.sum_text.fn(TYPES[kind]), ["o0", "o1", "s0", "s1", "at0", "at1", "dy"])
+    run(m, text, dy=DY, s0=bits(1.0), s1=bits(2.0))
     total = np.zeros(64)
     for i in range(2):
         np.add.at(total, 16 * (LANES // 32) + LANES % 32 // 4 + 8 * i, real(m.registers[f"o{i}"]) - (i + 1.0))
     assert np.allclose(total, dy.sum(0).numpy(), atol=1e-5)
 
 
+@pytest.mark.parametrize("woven", [False, True])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("columns,rows,inside", [(256, 64, 256), (128, 40, 136), (64, 200, 24), (256, 8, 8)])
-def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside):
+def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside, woven):
     """And nothing else is written. The second time the accumulators count, the first time not."""
     m, dy, x, rstd = machine(kind, columns)
-    scaled(m, kind)
-    n, pitch = columns // 2, inside + 40
-    operands = [*names("d", n), *names("d", n), *names("p", 16), "place", "follows"]
-    asm = steps.product_asm.fn({"bf16": "bf16", "fp16": "f16"}[kind], columns)
-    for i in reversed(range(len(operands))):
-        asm = asm.replace(f"${i}", operands[i])
+    pitch, acc = inside + 40, names("d", columns // 2)
+    if woven:
+        places(m, kind)
+        operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "place", "follows"]
+        text = steps.woven_asm.fn(TYPES[kind], columns, 0)
+    else:
+        scaled(m, kind)
+        operands = [*acc, *acc, *names("p", 16), "place", "follows"]
+        text = steps.product_asm.fn(TYPES[kind], columns)
     for follows in (0, 1):
-        run(m, asm, place=X, follows=follows, **({} if follows else dict.fromkeys(names("d", n), bits(1e9))))
-    store = steps.store_asm.fn((), (names("d", n), ("start",), ("rows",), ("inside",), ("pitch",)))
+        before = {} if follows else dict.fromkeys(acc, bits(1e9))
+        run(m, named(text, operands), place=X, follows=follows, dy=DY, high=HIGH, low=LOW, **before)
+    store = steps.store_asm.fn((), (acc, ("start",), ("rows",), ("inside",), ("pitch",)))
     run(m, store, start=START, rows=rows, inside=inside, pitch=pitch)
     out = m.memory.view(np.float32)[START // 4 :][: 64 * pitch].reshape(64, pitch)
     expected = 2 * (dy * rstd[:, None]).to(DTYPES[kind]).double().t() @ x
@@ -101,3 +117,18 @@ def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside)
     assert np.isnan(out[rows:]).all() and np.isnan(out[:, inside:]).all()
     assert np.isnan(m.memory.view(np.float32)[: START // 4]).all()
     assert np.isnan(m.memory.view(np.float32)[START // 4 + 64 * pitch :]).all()
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_two_parts_of_a_tile_share_p(kind):
+    m, dy, x, rstd = machine(kind, 192)
+    places(m, kind)
+    acc = names("d", 96)
+    operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "further", "follows"]
+    before = dict.fromkeys(acc, bits(1e9)) | {"place": X, "further": X + 2 * 8192, "follows": 0}
+    run(m, named(steps.woven_asm.fn(TYPES[kind], 128, 64), operands), dy=DY, high=HIGH, low=LOW, **before)
+    expected = ((dy * rstd[:, None]).to(DTYPES[kind]).double().t() @ x).numpy()
+    lane = LANES % 32
+    for i in range(96):
+        n, k = 16 * (LANES // 32) + lane // 4 + 8 * (i >> 1 & 1), 2 * (lane % 4) + (i & 1) + 8 * (i >> 2)
+        assert np.allclose(real(m.registers[acc[i]]), expected[n, k], atol=0.05 if kind == "bf16" else 1e-3)
