@@ -5,7 +5,8 @@ wait to the next product its tensor cores have nothing of its. The other consume
 of step, and nothing keeps them so: two that start together both run dry at the end of each slot. Here a slot's products
 are issued before those of the slot before are waited for, so a consumer runs dry only if scaling takes longer than the
 products of a slot. P of two slots is in use at a time, so two steps stand in the loop's body, each with registers of its
-own: what a running product reads is never copied.
+own: what a running product reads is never copied. With WOVEN the first 16 rows' products are queued before the next 16
+rows are scaled, which leaves a quarter of the scaling between a slot's arrival and its first product.
 
 Programs: `tiles` of them for each whole split, as there. If more are left than make a split, they share the remaining
 rows, the last split, and each takes every so many tiles of it, one after another, through the same ring.
