@@ -1,4 +1,4 @@
-"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_split_kernels.py."""
+"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_split_kernels.py and wgrad_queued_kernels.py."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from recsys_norm.kernels.hopper import launch
 from recsys_norm.kernels.hopper.dgrad import pieces
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
+FORM = "split"  # or "queued" or "woven"
 STEP = 64
 TILE_ROWS = 128
 TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then what is wider
@@ -24,6 +25,7 @@ BELOW_ONE = 1 - 1e-6
 MAX_WAVES = 3  # of programs, one after another
 # In steps of a program (0.8 us on an H200): what a program costs besides its steps, and an fp32 partial written and read.
 PROGRAM_STEPS, PARTIAL_STEPS = 8, 3e-6
+TILE_STEPS = 4  # what a further tile of a program costs
 
 
 class Plan(NamedTuple):
@@ -35,9 +37,11 @@ class Plan(NamedTuple):
     steps: int
     per_split: int
     splits: int
+    programs: int  # `tiles` per split; fewer for the last one, where each takes every so many tiles
 
 
-def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_COLUMNS) -> Plan:
+def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_COLUMNS, even: bool = False) -> Plan:
+    """`even`: programs that are too few for a split of their own may share a shorter one."""
     columns = min(choice, key=lambda c: -(-K // c) * c)
     col_tiles = -(-K // columns)
     tiles = -(-N // TILE_ROWS) * col_tiles
@@ -48,8 +52,17 @@ def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_C
         return waves * (-(-steps // splits) + PROGRAM_STEPS) + splits * N * K * PARTIAL_STEPS
 
     full = {max(1, min(waves * programs // tiles, steps)) for waves in range(1, MAX_WAVES + 1)}
-    per_split = -(-steps // min(sorted(full), key=cost))
-    return Plan(columns, tiles, col_tiles, steps, per_split, -(-steps // per_split))
+    chosen = min(sorted(full), key=cost)
+    per_split = -(-steps // chosen)
+    splits = -(-steps // per_split)
+    whole, left = divmod(programs, tiles)
+    if even and whole and left:
+        turns = -(-tiles // left)
+        longest = -(-(turns * (steps + TILE_STEPS) - TILE_STEPS) // (1 + turns * whole))
+        rest = steps - whole * longest
+        if rest > 0 and longest + PROGRAM_STEPS + (whole + 1) * N * K * PARTIAL_STEPS < cost(chosen):
+            return Plan(columns, tiles, col_tiles, steps, longest, whole + 1, programs)
+    return Plan(columns, tiles, col_tiles, steps, per_split, splits, tiles * splits)
 
 
 class RowDots(NamedTuple):
@@ -94,15 +107,16 @@ def gradients(
     x = tma_ready(x)
     norm = "layer" if layer else "rms"
     M, K = x.shape
-    p = plan(M, N, K, launch.multiprocessors(x.device), TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS)
+    choice = TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS
+    p = plan(M, N, K, launch.multiprocessors(x.device), choice, even=FORM != "split")
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
     y, offset, delta = row_dots or RowDots(given[0], None, None)
-    kernel = launch.get(f"dw_split_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
+    kernel = launch.get(f"dw_{FORM}_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
     limit = BELOW_ONE / math.sqrt(eps) if eps > 0 else math.inf
     tensors = (x, x, rstd, partial, sums, given[0], y, offset, delta, x)
     sizes = (M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
-    kernel(p.tiles * p.splits, *given, piece, *tensors, x.stride(0), limit, *sizes)
+    kernel(p.programs, *given, piece, *tensors, x.stride(0), limit, *sizes)
     if any(t is not None and t.dtype != weight.dtype for t in (bias, gamma, beta)):
         weight, gamma, beta = (None if t is None else t.float() for t in (weight, gamma, beta))
     return _finish(partial, sums, weight, gamma, beta, norm, affine)

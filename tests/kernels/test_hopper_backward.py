@@ -9,6 +9,8 @@ import torch
 from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
 from recsys_norm.kernels.hopper.lazy import tma_ready
 
+FAMILIES = ("dgrad_kernels", "wgrad_split_kernels", "wgrad_queued_kernels")
+
 
 @pytest.mark.parametrize("M", [1, 64, 65, 8192, 262144, (1 << 31) - 200])
 @pytest.mark.parametrize("N,K", [(8, 8), (256, 256), (384, 384), (760, 1128), (2048, 512), (2048, 2048), (8192, 8192)])
@@ -29,6 +31,76 @@ def test_the_last_wave_is_full_where_that_pays():
 def test_three_tiles_of_128_columns_are_two_of_192():
     assert wgrad.plan(262144, 384, 384, 132).columns == 192
     assert wgrad.plan(262144, 512, 512, 132).columns == 256
+
+
+def shares(p):
+    """Of each program: its tiles and slots, as the kernel finds them."""
+    for program in range(p.programs):
+        split, rank = divmod(program, p.tiles)
+        tiles = range(rank, p.tiles, min(p.programs - split * p.tiles, p.tiles))
+        yield tiles, range(split * p.per_split, min((split + 1) * p.per_split, p.steps)), split
+
+
+@pytest.mark.parametrize("M", [1, 65, 8192, 30000, 262144])
+@pytest.mark.parametrize("N,K", [(8, 8), (256, 256), (384, 384), (512, 512), (1536, 512), (1024, 1024), (2048, 2048)])
+def test_even_shares_cover_every_slot_of_every_tile_once(M, N, K):
+    p = wgrad.plan(M, N, K, 132, even=True)
+    assert p.splits * p.tiles >= p.programs > (p.splits - 1) * p.tiles
+    seen = {}
+    for tiles, slots, split in shares(p):
+        assert len(tiles) and len(slots) and split < p.splits
+        for tile in tiles:
+            seen.setdefault(tile, []).append((split, slots))
+    assert sorted(seen) == list(range(p.tiles))
+    for parts in seen.values():
+        assert [s for s, _ in parts] == list(range(p.splits))  # one partial of each split
+        assert [i for _, slots in parts for i in slots] == list(range(p.steps))
+
+
+@pytest.mark.parametrize("N,K", [(512, 512), (1024, 512), (1536, 512), (1024, 1024), (512, 2048)])
+def test_even_shares_leave_no_multiprocessor_idle(N, K):
+    p, before = wgrad.plan(262144, N, K, 132, even=True), wgrad.plan(262144, N, K, 132)
+    assert p.programs == 132
+    longest = max(len(tiles) * (len(slots) + wgrad.TILE_STEPS) for tiles, slots, _ in shares(p))
+    assert longest <= p.per_split + wgrad.TILE_STEPS  # that of a whole split
+    assert p.per_split <= 1.005 * p.tiles * p.steps / 132 + 8  # nearly what an exact division would give
+    waves = -(-before.programs // 132)
+    assert p.per_split <= waves * before.per_split
+
+
+@pytest.mark.parametrize("form,programs", [("split", 128), ("queued", 132), ("woven", 132)])
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_all_forms_get_the_same_arguments(form, programs, norm, monkeypatch):
+    calls, kernels = [], launch.manifest()["90"]["kernels"]
+
+    def get(name):
+        return lambda grid, *args: calls.append(
+            (name, grid, dict(zip((p["name"] for p in kernels[name]["params"]), args)))
+        )
+
+    monkeypatch.setattr(launch, "get", get)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(wgrad, "FORM", form)
+    x, dy = (torch.zeros(262144, 512, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    weight, rstd = torch.zeros(512, 512, dtype=torch.bfloat16, device="meta"), torch.zeros(262144, device="meta")
+    wgrad.gradients(dy, x, weight, None, None, None, norm == "layer", rstd, 1e-5)
+    name, grid, args = calls[0]
+    assert name == f"dw_{form}_{norm}_bf16_256" and grid == programs
+    assert args["partial_ptr"].shape[0] * args["steps_per_split"] >= args["steps"] == 4096
+    assert len(args["sums_ptr"]) == len(args["partial_ptr"]) * args["col_tiles"]
+    assert calls[1][2]["splits"] == len(args["partial_ptr"])
+
+
+def test_every_product_has_all_forms():
+    kernels = launch.manifest()["90"]["kernels"]
+    split = {
+        n for n, k in kernels.items() if k["module"] == "wgrad_split_kernels" and n.endswith(("192", "256", "delta"))
+    }
+    queued = {n for n, k in kernels.items() if k["module"] == "wgrad_queued_kernels"}
+    assert queued == {n.replace("split", form) for n in split for form in ("queued", "woven")} and len(split) == 10
+    for n in split:
+        for form in ("queued", "woven"):
+            assert kernels[n]["params"] == kernels[n.replace("split", form)]["params"]
 
 
 def test_what_it_refuses():
@@ -83,7 +155,7 @@ def launches(monkeypatch):
 
 def test_no_kernel_spills():
     kernels = launch.manifest()["90"]["kernels"]
-    mine = {n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_split_kernels")}
+    mine = {n: k for n, k in kernels.items() if k["module"] in FAMILIES}
     assert len(mine) > 20
     assert {n: k["spills"] for n, k in mine.items() if k["spills"]} == {}
 
