@@ -44,7 +44,7 @@ from .gdpa_backward_ranges import (
     note_part,
     part,
 )  # fmt: skip
-from .gdpa_forward_moves import OUT, clear_keys, send_block
+from .gdpa_forward_moves import OUT, clear_keys, prefetch, send_block
 from .gdpa_forward_ranges import cuts
 from .lazy_kernels import await_phase
 from .variants import Tile, Variant
@@ -181,6 +181,7 @@ def gdpa_forward_kernel(
     half_scale,
     ACT: gl.constexpr,
 ):
+    prefetch(k_offsets_ptr, batch * k_step)
     dtype: gl.constexpr = q_desc.dtype
     k_s = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], k_desc.layout)
     v_s = gl.allocate_shared_memory(dtype, [2, KEYS, WIDTH], v_desc.layout)

@@ -10,6 +10,23 @@ from .gdpa_backward_moves import keep_rows
 from .gdpa_backward_ranges import BLOCK, DQ, PITCH, ZERO, whole
 
 OUT = DQ  # where the address of o waits
+PREFETCHED = gl.constexpr(128 * 32)  # words of the keys' offsets, by 128 threads and lines of 32
+
+
+@gluon.constexpr_function
+def _prefetch(outputs, inputs):
+    """A tensor map has five parameters: itself, two sizes, two strides."""
+    ((address,),) = inputs
+    maps = [f"prefetch.param.tensormap [gdpa_forward_kernel_param_{5 * i}];" for i in range(4)]
+    return "\n".join([*maps, f"prefetch.global.L2 [{address}];"])
+
+
+@gluon.jit
+def prefetch(k_offsets_ptr, words):
+    """What the first copies wait for: the kernel's four tensor maps, which come first among its parameters, and where the
+    keys of a sequence are."""
+    word = gl.arange(0, PREFETCHED // 32, gl.BlockedLayout([1], [32], [4], [0])) * 32
+    gl.inline_asm(_prefetch, "l,~{memory}", [k_offsets_ptr + gl.minimum(word, words)], (), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -35,19 +52,23 @@ def clear_keys(tile, keys, facts):
 @gluon.constexpr_function
 def _copy_rows(outputs, inputs):
     """16 threads have a row of 256 bytes, a piece of 16 bytes each, and then the row that is 8 further on. A row's pieces
-    are swizzled by its number modulo 8, which stays."""
+    are swizzled by its number modulo 8, which stays. Rows that are not stored are read all the same: what a predicated
+    load leaves as it was would have to live through the whole kernel."""
     (tile,), (to,), (pitch,), (rows,), (zero,) = inputs
     lines = [
-        f"{{ .reg .pred p; .reg .b32 t, r, s, a, x<4>; .reg .b64 at, step, row; mov.u32 t, %tid.x; add.u32 t, t, {zero};",
+        "{ .reg .pred p<8>; .reg .b32 t, r, s, a, x<32>; .reg .b64 at, step, row;",
+        f"mov.u32 t, %tid.x; add.u32 t, t, {zero};",
         "and.b32 t, t, 127; shr.u32 r, t, 4; and.b32 s, t, 7; xor.b32 s, s, r; shl.b32 s, s, 4;",
         f"and.b32 a, t, 8; shl.b32 a, a, 10; add.u32 a, a, s; shl.b32 s, r, 7; add.u32 a, a, s; add.u32 a, a, {tile};",
         "and.b32 t, t, 15; shl.b32 t, t, 4; cvt.u64.u32 at, t;",
         f"add.s64 at, at, {to}; shl.b64 step, {pitch}, 1; cvt.u64.u32 row, r; mad.lo.s64 at, row, step, at;",
         "shl.b64 step, step, 3;",
     ]
-    for j in range(8):
-        lines.append(f"setp.lt.s32 p, r, {rows}; @p ld.shared.v4.b32 {{x0, x1, x2, x3}}, [a + {1024 * j}];")
-        lines.append("@p st.global.v4.b32 [at], {x0, x1, x2, x3}; add.u32 r, r, 8; add.s64 at, at, step;")
+    pieces = ["{" + ", ".join(f"x{4 * j + i}" for i in range(4)) + "}" for j in range(8)]
+    for j, piece in enumerate(pieces):
+        lines.append(f"setp.lt.s32 p{j}, r, {rows}; ld.shared.v4.b32 {piece}, [a + {1024 * j}]; add.u32 r, r, 8;")
+    for j, piece in enumerate(pieces):
+        lines.append(f"@p{j} st.global.v4.b32 [at], {piece}; add.s64 at, at, step;")
     return "\n".join([*lines, "}"])
 
 
