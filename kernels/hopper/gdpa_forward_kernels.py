@@ -10,8 +10,8 @@ stay in shared memory while blocks of 64 queries pass; those of the next sequenc
 Each consumer has two places: one's queries come while it works on the other's. A place is free when the store of its block
 has read it, which a consumer waits for when its next block's product is on its way.
 
-Ranges are cut at multiples of 64 queries of a sequence, and a program goes through its range from the end. Keys and values
-past the end of a sequence become zeros, and act(0) = 0; queries past its end give rows that are not stored.
+Ranges are cut at multiples of 64 queries of a sequence. Keys and values past the end of a sequence become zeros, and
+act(0) = 0; queries past its end give rows that are not stored.
 """
 
 from triton.experimental import gluon
@@ -57,10 +57,11 @@ SLOTS = gl.constexpr(6)  # places of blocks: two for each consumer
 
 @gluon.jit
 def loader(q_desc, k_desc, v_desc, k_s, v_s, q_s, facts, notes, kv_full, kv_free, full, free):
-    """Parts without queries are left out; one of no rows is the end."""
+    """Parts without queries are left out; one of no rows is the end. What a sequence's last copies take beyond it is what
+    the next ones begin with, and waits in L2 then."""
     turn = 0
     i = 0
-    for n in range(count_parts(facts)):
+    for n in range(count_parts(facts) - 1, -1, -1):
         head, row, begin, end, key, keys = part(facts, n)
         if end > begin:
             column = head * WIDTH

@@ -110,6 +110,8 @@ def test_every_activation_has_a_kernel_that_fits():
     for activation in gdpa_forward.ACTIVATIONS.values():
         kernel = launch.manifest()["90"]["kernels"][f"gdpa_forward_{activation}_bf16"]
         assert kernel["cluster"] == 1 and kernel["spills"] == 0 and kernel["num_warps"] == 16
+        # Their names and places are written into the text that prefetches them.
+        assert kernel["entry"] == "gdpa_forward_kernel" and all(p["kind"] == "tile" for p in kernel["params"][:4])
     assert gdpa_forward_ranges.EXTRA.value == gdpa_forward.EXTRA
 
 
