@@ -24,8 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .attention_activations import tanh
 from .facts import PLAIN, keep_asm, own_shift
-from .gdpa_backward_kernels import GELU, GELU_TANH, accumulator, load_pair, tanh
+from .gdpa_backward_kernels import GELU, GELU_TANH, load_pair
 from .gdpa_backward_moves import arrive, clear_slack
 from .gdpa_backward_ranges import (
     BLOCK,
@@ -46,7 +47,7 @@ from .gdpa_backward_ranges import (
 )  # fmt: skip
 from .gdpa_forward_moves import OUT, clear_keys, prefetch, send_block
 from .gdpa_forward_ranges import cuts
-from .lazy_kernels import await_phase
+from .lazy_kernels import accumulator_layout, await_phase
 from .variants import Tile, Variant
 
 CONSUMERS = gl.constexpr(3)
@@ -104,7 +105,7 @@ def activation(z, ACT: gl.constexpr):
 @gluon.jit
 def attend(q, k, v, free, earlier, half, W: gl.constexpr, ACT: gl.constexpr):
     """o of a block. Under its first product the block `earlier` leaves its place, from the second block on."""
-    wide: gl.constexpr = accumulator(WIDTH)
+    wide: gl.constexpr = accumulator_layout(WIDTH)
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=wide, k_width=2)
     s = gl.zeros([BLOCK, KEYS], gl.float32, wide)
     s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=False, is_async=True)
