@@ -5,8 +5,7 @@
     python benchmarks/gdpa.py --json FILE      one JSON object per line in FILE, too
     python benchmarks/gdpa.py --activation A   another activation than gelu_tanh
 
-On Hopper the backward that is shipped is a kernel of its own, and so is the forward where it is on
-(`configs.HOPPER_FORWARD`); "triton" is the kernel of the other GPUs.
+On Hopper what is shipped are kernels of their own; "triton" is the kernel of the other GPUs.
 
 No time is printed for a result that fails the tolerance rule or that differs between two runs. A time is the median over
 launches that are interleaved with those of the other candidates of the shape.
@@ -158,7 +157,7 @@ def measure(shape: Shape, sweep: bool, activation: str) -> list[dict[str, Any]]:
         candidates: dict[str, Callable[[], Any]] = {"shipped": run}
         if direction == "backward":
             candidates["triton"] = lambda run=run: run(None, 1)
-        elif configs.HOPPER_FORWARD:
+        else:
             candidates["triton"] = lambda run=run: run(configs.forward_resident(90, WIDTH, KEYS))
         if sweep:
             for config, programs in variants:

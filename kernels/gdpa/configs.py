@@ -10,7 +10,6 @@ from dataclasses import dataclass
 MAX_WIDTH = 256
 RESIDENT_KEYS = 128  # keys and values of one head that fit on chip together with their gradients
 _RESIDENT_WIDTH = 128
-HOPPER_FORWARD = False  # whether the forward for Hopper is used where it takes the tensors
 
 
 @dataclass(frozen=True)

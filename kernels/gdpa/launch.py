@@ -149,7 +149,7 @@ def forward(
     config: Config | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """o[T, H, d], on Hopper by a kernel of its own where that is on and takes the tensors. `config` and `programs` (per
+    """o[T, H, d], on Hopper by a kernel of its own where that takes the tensors. `config` and `programs` (per
     sequence and head) override what is shipped for the kernels of this package, for tuning."""
     check_supported(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -157,7 +157,7 @@ def forward(
     if batch == 0 or q.numel() == 0:
         return out.zero_()
     arch, sms = device_of(q)
-    special = configs.HOPPER_FORWARD and config is None and programs is None and _is_plain(q, spec)
+    special = config is None and programs is None and _is_plain(q, spec)
     resident = configs.resident_block("forward", arch, d, q.element_size(), spec.max_k_len)
     if resident:
         kernel = forward_kernels.forward_resident

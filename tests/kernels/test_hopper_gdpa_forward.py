@@ -10,7 +10,6 @@ from gluon_model import Descriptor, Machine, Place, Pointer, bf16, kernels
 from ptx_model import Machine as Warpgroup
 from ptx_model import to_bf16
 
-from recsys_norm.kernels.gdpa import configs
 from recsys_norm.kernels.gdpa import launch as gdpa
 from recsys_norm.kernels.hopper import (
     gdpa_backward_ranges,
@@ -87,7 +86,7 @@ def test_what_the_kernel_gets(T, U, monkeypatch):
     assert programs == (132 if T == 100_000 else 2 * (T + 256) // 192)
 
 
-def test_the_ops_kernels_take_it_only_where_it_is_on(driver, monkeypatch):
+def test_the_op_uses_it_where_it_fits(driver, monkeypatch):
     calls = []
     monkeypatch.setattr(gdpa_forward, "forward", lambda *a: calls.append(a))
     monkeypatch.setattr(gdpa, "device_of", lambda tensor: (90, 132))
@@ -100,8 +99,7 @@ def test_the_ops_kernels_take_it_only_where_it_is_on(driver, monkeypatch):
             return lambda *a, **options: calls.append(None)
 
     monkeypatch.setattr(gdpa.forward_kernels, "forward_resident", Stock())
-    for on, code, left, special in ((1, GELU, None, 1), (0, GELU, None, 0), (1, 6, None, 0), (1, GELU, 3, 0)):
-        monkeypatch.setattr(configs, "HOPPER_FORWARD", bool(on))
+    for code, left, special in ((GELU, None, 1), (6, None, 0), (GELU, 3, 0)):
         gdpa.forward(q, k, v, *offsets, gdpa.Spec(69, 39, [(0, 2, code)], 1.0, left, None))
         assert (calls.pop() is not None) == bool(special) and not calls
 
