@@ -117,7 +117,7 @@ def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, k
 @gluon.jit
 def activation(z, ACT: gl.constexpr):
     """(act(x), 2 act'(x)) for x = 2 z, with t = tanh(u): y = z + z t and 2 y' = 1 + t + (1 - t^2) z du/dz. For gelu u is
-    the fit of ../gdpa/elementwise.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
+    the fit of ../activations.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
     z2 = z * z
     if ACT == GELU:
         z2 = gl.minimum(z2, 9.0)  # beyond, t is 1 or -1

@@ -91,7 +91,7 @@ def loader(q_desc, k_desc, v_desc, k_s, v_s, q_s, facts, notes, kv_full, kv_free
 
 @gluon.jit
 def activation(z, ACT: gl.constexpr):
-    """act(2 z): z + z tanh(u), for gelu with the fit of ../gdpa/elementwise.py."""
+    """act(2 z): z + z tanh(u), for gelu with the fit of ../activations.py."""
     z2 = z * z
     if ACT == GELU:
         z2 = gl.minimum(z2, 9.0)  # beyond, tanh is 1 or -1
