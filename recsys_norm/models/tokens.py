@@ -86,7 +86,9 @@ class EventTokens(nn.Module):
     def forward(
         self, fields: Tensor, row: Tensor, phases: Tensor, cos: Tensor, sin: Tensor, candidates: Tensor | None
     ) -> Tensor:
-        candidate = None if self.candidate is None else candidates[:, self.candidate].index_select(0, row)
+        candidate = None
+        if self.candidate is not None:  # in fp32, since its gradient is a sum over the events of a row
+            candidate = candidates[:, self.candidate].float().index_select(0, row).to(fields.dtype)
         return rotate(self.mlp(torch.cat([fields, phases, *self._products(fields, candidate)], 1)), cos, sin)
 
     def _products(self, fields: Tensor, candidate: Tensor | None) -> list[Tensor]:

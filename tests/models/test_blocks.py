@@ -226,3 +226,16 @@ def test_event_products(products, candidates):
         expected += [x * of_row for x in matched]
     made = seen[0][:, fields.shape[1] + 2 * N_TIME :]  # after the fields and the phases of the age
     torch.testing.assert_close(made, torch.cat([fields[:, :0], *expected], 1), rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_candidate_is_summed_in_fp32():
+    """Over 2000 events of a row; bf16 sums of so many values stand still."""
+    schema, n = make_schema(events=("long",)), 2000
+    tokens = EventTokens(make_config(), LONG, schema.events[0], schema, HOW).bfloat16()
+    offsets = torch.tensor([0, n], dtype=torch.int32)
+    fields, candidate = torch.ones(n, 16, dtype=torch.bfloat16), torch.randn(1, 1, 8).bfloat16().requires_grad_()
+    tokens.mlp.forward = lambda x: x[:, -8:]  # the product with the candidate
+    clock = list(Clock(LONG)(offsets, torch.ones(n), torch.bfloat16))
+    clock[2:] = torch.ones(n, 4).bfloat16(), torch.zeros(n, 4).bfloat16()
+    tokens(fields, *clock, candidate).sum().backward()
+    torch.testing.assert_close(candidate.grad.float(), torch.full((1, 1, 8), float(n)), rtol=4e-3, atol=0)
