@@ -65,8 +65,6 @@ class Machine:
             return self._product(kind, operands) if kind[1] == "mma_async" else None
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
-        if kind[0] == "prefetch":
-            return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
         if kind[0] in ("stmatrix", "ldmatrix"):
             return self._matrices(kind, *operands[:: 1 if kind[0] == "stmatrix" else -1])
         target, *sources = operands
@@ -168,6 +166,8 @@ class Machine:
         names = [n.strip() for n in registers.strip("{}").split(",")]
         base, _, offset = address.strip("[]").partition("+")
         at = (self.registers[base.strip()] + int(offset or 0)).reshape(4, 32)
+        if name == "ldmatrix":
+            self.registers |= {n: np.zeros(THREADS, np.int64) for n in names}
         for warp in range(4):
             for lane in range(32):
                 for matrix, register in enumerate(names):

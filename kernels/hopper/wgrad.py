@@ -1,4 +1,4 @@
-"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_split_kernels.py and wgrad_queued_kernels.py."""
+"""norm_linear backward on Hopper, gradients of the parameters: see wgrad_kernels.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from recsys_norm.kernels.hopper import launch
 from recsys_norm.kernels.hopper.dgrad import pieces
 from recsys_norm.kernels.hopper.lazy import NAMES, aligned, tma_ready
 
-FORM = "split"  # or "queued" or "woven"
 STEP = 64
 TILE_ROWS = 128
 TILE_COLUMNS = (256, 192)  # columns of a tile of dW'; what wastes less, then what is wider
@@ -40,8 +39,9 @@ class Plan(NamedTuple):
     programs: int  # `tiles` per split; fewer for the last one, where each takes every so many tiles
 
 
-def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_COLUMNS, even: bool = False) -> Plan:
-    """`even`: programs that are too few for a split of their own may share a shorter one."""
+def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_COLUMNS) -> Plan:
+    """Whole splits, of one program per tile each; where that is shorter, programs that are too few for one more share a
+    last split of fewer rows."""
     columns = min(choice, key=lambda c: -(-K // c) * c)
     col_tiles = -(-K // columns)
     tiles = -(-N // TILE_ROWS) * col_tiles
@@ -53,15 +53,15 @@ def plan(M: int, N: int, K: int, programs: int, choice: tuple[int, ...] = TILE_C
 
     full = {max(1, min(waves * programs // tiles, steps)) for waves in range(1, MAX_WAVES + 1)}
     chosen = min(sorted(full), key=cost)
-    per_split = -(-steps // chosen)
-    splits = -(-steps // per_split)
     whole, left = divmod(programs, tiles)
-    if even and whole and left:
+    if whole and left:
         turns = -(-tiles // left)
         longest = -(-(turns * (steps + TILE_STEPS) - TILE_STEPS) // (1 + turns * whole))
-        rest = steps - whole * longest
-        if rest > 0 and longest + PROGRAM_STEPS + (whole + 1) * N * K * PARTIAL_STEPS < cost(chosen):
+        shared_cost = longest + PROGRAM_STEPS + (whole + 1) * N * K * PARTIAL_STEPS
+        if steps > whole * longest and shared_cost < cost(chosen):
             return Plan(columns, tiles, col_tiles, steps, longest, whole + 1, programs)
+    per_split = -(-steps // chosen)
+    splits = -(-steps // per_split)
     return Plan(columns, tiles, col_tiles, steps, per_split, splits, tiles * splits)
 
 
@@ -108,11 +108,11 @@ def gradients(
     norm = "layer" if layer else "rms"
     M, K = x.shape
     choice = TILE_COLUMNS[:1] if row_dots else TILE_COLUMNS
-    p = plan(M, N, K, launch.multiprocessors(x.device), choice, even=FORM != "split")
+    p = plan(M, N, K, launch.multiprocessors(x.device), choice)
     partial = torch.empty(p.splits, N, K, device=x.device, dtype=torch.float32)
     sums = torch.empty(p.splits * p.col_tiles, 2, N, device=x.device, dtype=torch.float32)
     y, offset, delta = row_dots or RowDots(given[0], None, None)
-    kernel = launch.get(f"dw_{FORM}_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
+    kernel = launch.get(f"dw_{norm}_{NAMES[x.dtype]}_{p.columns}{'_delta' if row_dots else ''}")
     limit = BELOW_ONE / math.sqrt(eps) if eps > 0 else math.inf
     tensors = (x, x, rstd, partial, sums, given[0], y, offset, delta, x)
     sizes = (M, N, K, p.tiles, p.col_tiles, p.steps, p.per_split)
@@ -132,12 +132,12 @@ def _finish(
     dweight = torch.empty_like(weight)
     dbias = weight.new_empty(N)
     norms = torch.empty(row_blocks, 2, K, device=weight.device, dtype=torch.float32)
-    kernel = launch.get(f"dw_split_finish_{norm}_{NAMES[weight.dtype]}_{form}")
+    kernel = launch.get(f"dw_finish_{norm}_{NAMES[weight.dtype]}_{form}")
     grid = (row_blocks, -(-K // FINISH_COLUMNS), 1)
     kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums))
     if not affine:
         return Gradients(dweight, dbias, None, None)
     dgamma, dbeta = weight.new_empty(K), weight.new_empty(K) if norm == "layer" else None
-    kernel = launch.get(f"dw_split_norms_{norm}_{NAMES[weight.dtype]}")
+    kernel = launch.get(f"dw_norms_{norm}_{NAMES[weight.dtype]}")
     kernel(-(-K // NORM_COLUMNS), norms, dgamma, dbeta, row_blocks, K)
     return Gradients(dweight, dbias, dgamma, dbeta)

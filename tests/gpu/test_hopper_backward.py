@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 import torch
-from op_cases import tensors_for
+from op_cases import SHARED_SPLITS, tensors_for
 
 from recsys_norm import ops, reference
 from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
@@ -180,7 +180,14 @@ def test_dy_in_pieces_gives_the_bits_of_the_whole(M, K, width, count, dtype, nor
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    "M,K,N", [(300, 512, 512), *((128 * 150 + 17, K, 192) for K in (128, 256, 384, 512, 1024)), (262144, 512, 512)]
+    "M,K,N",
+    [
+        (300, 512, 512),
+        *((128 * 150 + 17, K, 192) for K in (128, 256, 384, 512, 1024)),
+        (262144, 512, 512),
+        (65536, 512, 1024),
+        (40000, 1024, 1024),
+    ],
 )
 def test_a26_a_thousand_launches_with_equal_bits(norm, M, K, N):
     """Through every form of the kernels: clusters, persistent loops, rings that wrap many times."""
@@ -207,90 +214,37 @@ def test_a26_a_thousand_launches_with_equal_bits(norm, M, K, N):
     assert different.item() == 0
 
 
-@pytest.fixture(params=["queued", "woven"])
-def queued(request, monkeypatch):
-    monkeypatch.setattr(wgrad, "FORM", request.param)
-
-
-# Programs of one and of several tiles, with odd and even numbers of slots; delta on the way with more than 512 columns.
-SHARED = [
-    (30000, 512, 512),
-    (65536, 512, 1024),
-    (40000, 512, 1536),
-    (20000, 1024, 1024),
-    (70000, 384, 640),
-    (50000, 760, 1128),
-]
-
-
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("dtype,param_dtype", [(BF16, BF16), (BF16, FP32), (FP16, FP16)])
-def test_queued_products_over_sizes(norm, dtype, param_dtype, served, queued):
-    for M, K, N in SIZES:
-        tensors = tensors_for("norm_linear", M, K, N, norm=norm, dtype=dtype, param_dtype=param_dtype, mean=5.0)
-        check(tensors, norm, served)
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("M,K,N", SHARED)
-def test_queued_products_with_a_last_split_that_programs_share(M, K, N, norm, served, queued):
-    choice = wgrad.TILE_COLUMNS[:1] if K > 512 else wgrad.TILE_COLUMNS
-    p = wgrad.plan(M, N, K, launch.multiprocessors(torch.device("cuda", 0)), choice, even=True)
-    if torch.cuda.get_device_properties(0).multi_processor_count == 132:
-        assert p.programs == 132 and p.programs % p.tiles
+@pytest.mark.parametrize("M,K,N", SHARED_SPLITS)
+def test_programs_that_share_the_last_split(M, K, N, norm, served):
     check(tensors_for("norm_linear", M, K, N, norm=norm, dtype=BF16), norm, served)
 
 
-def parameters(M, K, N, norm, dtype, dy=None):
+def parameters(M, K, N, norm, dtype):
     """All gradients of parameters and, beyond 512 in-features, delta."""
     torch.manual_seed(M)
-    whole, x, weight, gamma, beta, mean, rstd = problem(M, K, N, norm == "layer", dtype)
-    given = K > 512 and wgrad.makes_row_dots(dtype)
-    dots = (
-        wgrad.RowDots(torch.randn_like(whole), torch.randn(N, device="cuda"), torch.zeros_like(rstd)) if given else None
-    )
-    if dy is not None:
-        whole = whole.split(dy, 1)
-    grads = wgrad.gradients(whole, x, weight, None, gamma, beta, norm == "layer", rstd, 1e-5, dots)
-    return [*(g for g in grads if g is not None), *([dots.delta] if given else [])]
+    dy, x, weight, gamma, beta, mean, rstd = problem(M, K, N, norm == "layer", dtype)
+    dots = None
+    if K > 512 and wgrad.makes_row_dots(dtype):
+        dots = wgrad.RowDots(torch.randn_like(dy), torch.randn(N, device="cuda"), torch.full_like(rstd, float("nan")))
+    grads = wgrad.gradients(dy, x, weight, None, gamma, beta, norm == "layer", rstd, 1e-5, dots)
+    return [*(g for g in grads if g is not None), *([dots.delta] if dots else [])]
 
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_queued_products_give_the_bits_of_the_first_form(dtype, norm, monkeypatch):
-    """Where the rows are divided in the same way."""
+def test_programs_that_share_a_split_give_the_bits_of_programs_of_their_own(dtype, norm, monkeypatch):
     plan = wgrad.plan
-    monkeypatch.setattr(wgrad, "plan", lambda *args, even: plan(*args))
-    for M, K, N in (*SIZES, *SHARED):
-        found = []
-        for form in ("split", "queued", "woven"):
-            monkeypatch.setattr(wgrad, "FORM", form)
-            found.append(parameters(M, K, N, norm, dtype))
-        assert all(torch.equal(a, b) for grads in found[1:] for a, b in zip(grads, found[0])), (M, K, N)
 
+    def own(*args):
+        p = plan(*args)
+        return p._replace(programs=p.tiles * p.splits)
 
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-def test_queued_products_of_dy_in_pieces(dtype, norm, queued):
-    for M, K, width in ((1003, 512, 512), (40000, 512, 512), (300, 256, 64), (777, 384, 64)):
-        pieces, whole = (parameters(M, K, 3 * width, norm, dtype, dy) for dy in (width, None))
-        assert all(torch.equal(a, b) for a, b in zip(pieces, whole))
-
-
-@pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("M,K,N", [(300, 512, 512), *SHARED[:2], (128 * 150 + 17, 384, 192), SHARED[3]])
-def test_a26_queued_products_repeat_their_bits(M, K, N, norm, queued):
-    dy, x, weight, gamma, beta, mean, rstd = problem(M, K, N, norm == "layer")
-    y, offset = (torch.randn_like(dy), torch.randn(N, device="cuda")) if K > 512 else (None, None)
-    first, different = None, torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        dots = wgrad.RowDots(y, offset, torch.full_like(rstd, float("nan"))) if K > 512 else None
-        grads = wgrad.gradients(dy, x, weight, None, gamma, beta, norm == "layer", rstd, 1e-5, dots)
-        found = [*(g for g in grads if g is not None), *([dots.delta] if dots else [])]
-        first = first or found
-        for a, b in zip(found, first):
-            different += (a != b).sum()
-    assert different.item() == 0
+    for M, K, N in SHARED_SPLITS:
+        monkeypatch.setattr(wgrad, "plan", plan)
+        shared = parameters(M, K, N, norm, dtype)
+        monkeypatch.setattr(wgrad, "plan", own)
+        assert all(torch.equal(a, b) for a, b in zip(shared, parameters(M, K, N, norm, dtype))), (M, K, N)
 
 
 # Ragged rows and columns, tiles of every remainder of the ring's four slots, one tile and many per CTA.

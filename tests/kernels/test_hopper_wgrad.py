@@ -1,11 +1,11 @@
-"""What consumers of the weight gradient's kernel with queued products do, by a model of the PTX written by hand for it."""
+"""What consumers of the weight gradient's kernel do, by a model of the PTX written by hand for it."""
 
 import numpy as np
 import pytest
 import torch
 from ptx_model import LANES, Machine, bits, pair_of, real
 
-from recsys_norm.kernels.hopper import wgrad_queued_steps as steps
+from recsys_norm.kernels.hopper import wgrad_steps as steps
 
 DY, HIGH, LOW, X, START = 1024, 16384, 20480, 32768, 256
 SOURCE = ("at0", "at1", "dy", "high", "low")
@@ -57,16 +57,19 @@ def places(m, kind):
     run(m, steps.places_asm.fn((names("at", 2),), (("wide",),)), wide=int(kind == "fp16"))
 
 
-def scaled(m, kind):
-    """Registers p0 to p15 of P^T, and at0, at1."""
-    places(m, kind)
-    run(m, named(steps.scale_text.fn(TYPES[kind]), [*names("p", 16), *SOURCE]), dy=DY, high=HIGH, low=LOW)
+def take(m, kind, columns, more=0, **values):
+    """Runs a slot; registers d0, d1, ... of the result, p0 to p15 of P^T."""
+    acc = names("d", (columns + more) // 2)
+    operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "further", "follows"]
+    where = dict(dy=DY, high=HIGH, low=LOW, place=X, further=X + columns // 64 * 8192)
+    run(m, named(steps.take_asm.fn(TYPES[kind], columns, more), operands), **where, **values)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_dy_is_scaled_as_the_product_wants_it(kind):
     m, dy, _, rstd = machine(kind, 64)
-    scaled(m, kind)
+    places(m, kind)
+    take(m, kind, 64, follows=0, **dict.fromkeys(names("d", 32), bits(1e9)))
     expected = (dy * rstd[:, None]).numpy()
     lane, unit = LANES % 32, {"bf16": 2.0**-8, "fp16": 2.0**-11}[kind]
     for r in range(16):
@@ -88,24 +91,16 @@ def test_columns_of_dy_are_summed(kind):
     assert np.allclose(total, dy.sum(0).numpy(), atol=1e-5)
 
 
-@pytest.mark.parametrize("woven", [False, True])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("columns,rows,inside", [(256, 64, 256), (128, 40, 136), (64, 200, 24), (256, 8, 8)])
-def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside, woven):
+def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside):
     """And nothing else is written. The second time the accumulators count, the first time not."""
     m, dy, x, rstd = machine(kind, columns)
     pitch, acc = inside + 40, names("d", columns // 2)
-    if woven:
-        places(m, kind)
-        operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "place", "follows"]
-        text = steps.woven_asm.fn(TYPES[kind], columns, 0)
-    else:
-        scaled(m, kind)
-        operands = [*acc, *acc, *names("p", 16), "place", "follows"]
-        text = steps.product_asm.fn(TYPES[kind], columns)
+    places(m, kind)
     for follows in (0, 1):
         before = {} if follows else dict.fromkeys(acc, bits(1e9))
-        run(m, named(text, operands), place=X, follows=follows, dy=DY, high=HIGH, low=LOW, **before)
+        take(m, kind, columns, follows=follows, **before)
     store = steps.store_asm.fn((), (acc, ("start",), ("rows",), ("inside",), ("pitch",)))
     run(m, store, start=START, rows=rows, inside=inside, pitch=pitch)
     out = m.memory.view(np.float32)[START // 4 :][: 64 * pitch].reshape(64, pitch)
@@ -124,9 +119,7 @@ def test_two_parts_of_a_tile_share_p(kind):
     m, dy, x, rstd = machine(kind, 192)
     places(m, kind)
     acc = names("d", 96)
-    operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "further", "follows"]
-    before = dict.fromkeys(acc, bits(1e9)) | {"place": X, "further": X + 2 * 8192, "follows": 0}
-    run(m, named(steps.woven_asm.fn(TYPES[kind], 128, 64), operands), dy=DY, high=HIGH, low=LOW, **before)
+    take(m, kind, 128, 64, follows=0, **dict.fromkeys(acc, bits(1e9)))
     expected = ((dy * rstd[:, None]).to(DTYPES[kind]).double().t() @ x).numpy()
     lane = LANES % 32
     for i in range(96):

@@ -1,16 +1,18 @@
-"""Of the weight gradient's kernel with products in a queue (wgrad_queued_kernels.py): what a consumer does with a slot.
+"""What a consumer of the weight gradient's kernel (wgrad_kernels.py) does with a slot, and with a tile in the end.
 
 P of a slot is 16 registers of two values each: register r belongs to rows m = 16 (r // 4) + 8 (r // 2 % 2) + {0, 1} + 2 t of
 the slot and to the column n = 8 (r % 2) + g, with t = lane % 4 and g = lane / 4, of the 16 of a warp: what wgmma takes from
 registers, 4 for every 16 rows. A product that runs reads them until it is waited for. Therefore all is written down as
 assembly here: a tensor of 16-bit values would be taken apart and copied between the steps, and to keep the copy would
-keep nothing. "Woven" steps scale 16 rows and queue their products before the next 16, the others scale all 64 first.
+keep nothing.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+COLUMNS = gl.constexpr(64)  # of dy, per consumer
+STEP = gl.constexpr(64)  # rows of a slot
 ROW_BYTES = 128  # of 64 columns in shared memory, with 128-byte swizzling
 GROUPS = 4  # of 16 rows in a slot
 # Descriptor of x as it lies in a slot, panels of 64 columns: 128-byte swizzling, 1024 bytes from 8 rows to the next, 8192
@@ -88,18 +90,19 @@ def scale_lines(kind, p, j):
     return lines
 
 
-@gluon.constexpr_function
-def scale_asm(kind, outputs, inputs):
-    (p,), ((dy_at, factor_at), (dy,), (high,), (low,)) = outputs, inputs
-    lines = ["{", *fetch_lines(kind, p, dy_at, factor_at, dy, high, low)]
-    for j in range(GROUPS):
-        lines += scale_lines(kind, p, j)
-    return "\n".join([*lines, "}"])
+# ---- sums of dy -------------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def scale_text(kind):
-    return scale_asm(kind, ([f"${i}" for i in range(16)],), (("$16", "$17"), ("$18",), ("$19",), ("$20",)))
+def lane_layout():
+    """[64, 4]: one value per lane of a quad for each of its columns of dy."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[8, 0]],
+        lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 4],
+    )
 
 
 @gluon.constexpr_function
@@ -143,35 +146,9 @@ def next_rows(name):
 
 
 @gluon.constexpr_function
-def product_asm(kind, columns):
-    """acc = (acc if follows else 0) + P^T x of a slot: operands are acc, acc again (tied), p, x, follows."""
-    n = columns // 2
-    acc, p = [f"${i}" for i in range(n)], [f"${2 * n + i}" for i in range(16)]
-    lines = ["{ .reg .b32 a; .reg .b64 d; .reg .pred more;", f"setp.ne.b32 more, ${2 * n + 17}, 0;"]
-    lines += [*descriptor_lines("d", f"${2 * n + 16}"), "wgmma.fence.sync.aligned;"]
-    for j in range(GROUPS):
-        lines += [product_line(kind, acc, p, j, "d"), next_rows("d"), "setp.eq.b32 more, a, a;"]
-    return "\n".join([*lines, "wgmma.commit_group.sync.aligned; }"])
-
-
-@gluon.constexpr_function
-def product_constraints(columns):
-    n = columns // 2
-    return ",".join(["=f"] * n + [str(i) for i in range(n)] + ["r"] * 18)
-
-
-@gluon.jit
-def product(p, x, acc, follows):
-    kind: gl.constexpr = "bf16" if x.dtype == gl.bfloat16 else "f16"
-    asm: gl.constexpr = product_asm(kind, acc.shape[1])
-    constraints: gl.constexpr = product_constraints(acc.shape[1])
-    return gl.inline_asm(asm, constraints, [acc, p, x, follows], acc.type, is_pure=False)
-
-
-@gluon.constexpr_function
-def woven_asm(kind, p0, p1):
-    """Scaling and products of a slot, 16 rows after 16 rows. Operands are both parts of acc, P, the parts again (tied),
-    the two places, dy, high, low, both parts of x, follows."""
+def take_asm(kind, p0, p1):
+    """acc = (acc if follows else 0) + P^T x of a slot, scaled and multiplied 16 rows after 16 rows. Operands are both parts
+    of acc, P, the parts again (tied), the two places, dy, high, low, both parts of x, follows."""
     n0, n = p0 // 2, (p0 + p1) // 2
     acc, p = [f"${i}" for i in range(n)], [f"${n + i}" for i in range(16)]
     dy_at, factor_at, dy, high, low, x0, x1, follows = (f"${2 * n + 16 + i}" for i in range(8))
@@ -192,14 +169,14 @@ def woven_asm(kind, p0, p1):
 
 
 @gluon.constexpr_function
-def woven_constraints(registers):
+def take_constraints(registers):
     return ",".join(["=f"] * registers + ["=&r"] * 16 + [str(i) for i in range(registers)] + ["r"] * 8)
 
 
 @gluon.jit
 def take(
     a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, sums, acc0, acc1, follows,
-    W: gl.constexpr, P1: gl.constexpr, WOVEN: gl.constexpr,
+    W: gl.constexpr, P1: gl.constexpr,
 ):  # fmt: skip
     """Scale a slot and queue its products; if `sums`, add up dy, which is read again for it: registers are scarce."""
     like = gl.zeros([128, 16], gl.int32, packed_layout(16))
@@ -208,22 +185,15 @@ def take(
     dy = a_s.index(2 * slot + W)
     high, low = high_s.index(slot), low_s.index(slot)
     x0, x1 = b0_s.index(slot), b1_s.index(slot)
-    if WOVEN:
-        asm: gl.constexpr = woven_asm(kind, acc0.shape[1], P1)
-        constraints: gl.constexpr = woven_constraints((acc0.shape[1] + P1) // 2)
-        if P1 > 0:
-            types: gl.constexpr = (acc0.type, acc1.type, like.type)
-            args = [acc0, acc1, at, dy, high, low, x0, x1, follows]
-            acc0, acc1, p = gl.inline_asm(asm, constraints, args, types, is_pure=False)
-        else:
-            types: gl.constexpr = (acc0.type, like.type)
-            acc0, p = gl.inline_asm(asm, constraints, [acc0, at, dy, high, low, x0, x1, follows], types, is_pure=False)
+    asm: gl.constexpr = take_asm(kind, acc0.shape[1], P1)
+    constraints: gl.constexpr = take_constraints((acc0.shape[1] + P1) // 2)
+    if P1 > 0:
+        types: gl.constexpr = (acc0.type, acc1.type, like.type)
+        args = [acc0, acc1, at, dy, high, low, x0, x1, follows]
+        acc0, acc1, p = gl.inline_asm(asm, constraints, args, types, is_pure=False)
     else:
-        asm: gl.constexpr = scale_text(kind)
-        p = gl.inline_asm(asm, ("=&r", "r", "r", "r", "r"), [at, dy, high, low], like.type, is_pure=False)
-        acc0 = product(p, x0, acc0, follows)
-        if P1 > 0:
-            acc1 = product(p, x1, acc1, follows)
+        types: gl.constexpr = (acc0.type, like.type)
+        acc0, p = gl.inline_asm(asm, constraints, [acc0, at, dy, high, low, x0, x1, follows], types, is_pure=False)
     if sums:
         text: gl.constexpr = sum_text(kind)
         total = gl.inline_asm(text, ("=&f", "f", "r", "r"), [total, at, dy], total.type, is_pure=False)
@@ -237,15 +207,15 @@ def wait_constraints(registers):
 
 
 @gluon.constexpr_function
-def wait_text(slots, p1, woven):
-    return f"wgmma.wait_group.sync.aligned {slots * (GROUPS if woven else 2 if p1 else 1)};"
+def wait_text(slots):
+    return f"wgmma.wait_group.sync.aligned {slots * GROUPS};"
 
 
 @gluon.jit
-def wait_for(acc0, acc1, p, slots: gl.constexpr, P1: gl.constexpr, WOVEN: gl.constexpr):
+def wait_for(acc0, acc1, p, slots: gl.constexpr, P1: gl.constexpr):
     """Until only the products of the last so many slots run; p is what the slot before them gave, in use until here."""
     constraints: gl.constexpr = wait_constraints((acc0.shape[1] + P1) // 2)
-    asm: gl.constexpr = wait_text(slots, P1, WOVEN)
+    asm: gl.constexpr = wait_text(slots)
     if P1 > 0:
         acc0, acc1, p = gl.inline_asm(asm, constraints, [acc0, acc1, p], (acc0.type, acc1.type, p.type), is_pure=False)
     else:

@@ -1,41 +1,45 @@
-"""The weight gradient's GEMM of wgrad_split_kernels.py with a product always waiting and an even share for every program.
+"""Gradients of norm_linear's parameters: a GEMM over the rows that scales them on the way in.
 
-There a consumer issues the products of a slot, scales the next slot, waits for the products and issues again: from that
-wait to the next product its tensor cores have nothing of its. The other consumer fills the gap only while the two are out
-of step, and nothing keeps them so: two that start together both run dry at the end of each slot. Here a slot's products
-are issued before those of the slot before are waited for, so a consumer runs dry only if scaling takes longer than the
-products of a slot. P of two slots is in use at a time, so two steps stand in the loop's body, each with registers of its
-own: what a running product reads is never copied. With WOVEN the first 16 rows' products are queued before the next 16
-rows are scaled, which leaves a quarter of the scaling between a slot's arrival and its first product.
+    P = rstd * dy, rounded to the operand dtype;   raw = P^T x
+    dW' = raw, for layer norm minus the mean of each of its rows
 
-Programs: `tiles` of them for each whole split, as there. If more are left than make a split, they share the remaining
+and the sums of dy over the rows. wgrad_finish_kernels.py makes the gradients of it.
+
+Layer norm wants P^T (x - mean). As sum_k (x_mk - mean_m) = 0, that is P^T x with every row's mean taken away, so the
+means of x are not needed here; and with a row's mean goes most of what a large mean of x costs the accumulators in
+rounding. A row of equal values far from zero would cost more than that, by rstd = 1 / sqrt(eps), and has nothing to
+give: its P is 0.
+
+P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
+ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
+rstd comes split in two bf16 values and P = fma(dy, high, dy * low), two instructions per pair that round as fp32 would.
+The sums over rows are shared out: of the CTAs that see the same dy, each takes every so many slots.
+
+Partitions of a CTA, which owns tiles of dW' and a range of rows:
+
+    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd, in two parts
+    consumers   two warpgroups, 64 columns of dy each
+    row_dots    with DELTA, 2 warps and a loader of their own: see wgrad_row_dots.py
+
+A consumer that waits for its products before it issues more leaves the tensor cores with nothing of its; the other one
+fills the gap only while the two are out of step, and nothing keeps them so. Therefore a slot's products are issued
+before those of the slot before are waited for, and a consumer runs dry only if scaling takes longer than the products of
+a slot. P of two slots is in use at a time, so two steps stand in the loop's body, each with registers of its own: what a
+running product reads is never copied. Within a slot, the first 16 rows' products are queued before the next 16 rows are
+scaled, which leaves a quarter of the scaling between a slot's arrival and its first product.
+
+Programs: `tiles` of them for each whole split of the rows. If more are left than make a split, they share the remaining
 rows, the last split, and each takes every so many tiles of it, one after another, through the same ring.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from .dgrad_kernels import accumulator_layout, advance, load_dy
-from .variants import Variant
-from .wgrad_queued_steps import places, store_part, take, wait_for
-from .wgrad_split_kernels import (
-    COLUMNS,
-    DOT_COLUMNS,
-    DOT_ROWS,
-    DOT_SLOTS,
-    STEP,
-    dots_loader,
-    lane_layout,
-    product_variants,
-    row_dots,
-    split_rstd,
-    without_constant_rows,
-)
+from .variants import Tile, Variant
+from .wgrad_row_dots import DOT_COLUMNS, DOT_ROWS, DOT_SLOTS, dots_loader, row_dots
+from .wgrad_steps import COLUMNS, STEP, lane_layout, places, store_part, take, wait_for
 
 
 @gluon.jit
@@ -47,6 +51,24 @@ def own_part(tiles, steps, per_split):
     sharers = gl.minimum(gl.num_programs(0) - split * tiles, tiles)
     first = split * per_split
     return split, rank, sharers, first, gl.minimum(steps - first, per_split)
+
+
+@gluon.jit
+def without_constant_rows(rstd, rows, x_ptr, stride_x, limit):
+    """rstd, 0 where all values of a row are equal and far from zero. `limit` is just below 1 / sqrt(eps): rstd above it
+    means a variance of less than 2e-6 eps, and up to 8192 16-bit numbers of more than 512 sqrt(eps) that are not all
+    equal vary by more. Only such rows are read."""
+    first = gl.load(x_ptr + rows.to(gl.int64) * stride_x, mask=rstd > limit, other=0.0)
+    return gl.where((rstd > limit) & (gl.abs(first.to(gl.float32)) * rstd > 512.0), 0.0, rstd)
+
+
+@gluon.jit
+def split_rstd(rstd, high_s, low_s, slot):
+    """fp32 values as the sum of two of bf16; as they are for fp16, which has not the range for the parts."""
+    high = rstd.to(high_s.dtype)
+    high_s.index(slot).store(high)
+    if high_s.dtype == gl.bfloat16:
+        low_s.index(slot).store((rstd - high.to(gl.float32)).to(low_s.dtype))
 
 
 @gluon.jit
@@ -94,16 +116,16 @@ def release(free, slot):
 @gluon.jit
 def follow(
     p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, shares,
-    W: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, WOVEN: gl.constexpr,
+    W: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Scale the slot after `slot` and queue its products behind those of `slot`, which read p; wait for the latter."""
     current = slot
     slot, phase = advance(slot, phase, SLOTS)
     turn = gl.where(turn == shares - 1, 0, turn + 1)
     following, total, acc0, acc1 = take(
-        a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1, WOVEN
+        a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1
     )
-    acc0, acc1 = wait_for(acc0, acc1, p, 1, P1, WOVEN)
+    acc0, acc1 = wait_for(acc0, acc1, p, 1, P1)
     release(free, current)
     return following, slot, phase, turn, acc0, acc1, total
 
@@ -111,7 +133,7 @@ def follow(
 @gluon.jit
 def consumer(
     a_s, b0_s, b1_s, high_s, low_s, full, free, partial_ptr, sums_ptr, N, K, steps, per_split, tiles, col_tiles,
-    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr, WOVEN: gl.constexpr,
+    W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     split, rank, sharers, _, steps = own_part(tiles, steps, per_split)
     at = places(a_s.dtype == gl.float16)
@@ -126,26 +148,26 @@ def consumer(
         total = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
         turn = 0
         p, total, acc0, acc1 = take(
-            a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, share == 0, acc0, acc1, 0, W, P1, WOVEN
+            a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, share == 0, acc0, acc1, 0, W, P1
         )
         for _ in range((steps - 1) // 2):
             q, slot, phase, turn, acc0, acc1, total = follow(
                 p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
-                W, P1, SLOTS, WOVEN,
+                W, P1, SLOTS,
             )  # fmt: skip
             p, slot, phase, turn, acc0, acc1, total = follow(
                 q, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
-                W, P1, SLOTS, WOVEN,
+                W, P1, SLOTS,
             )  # fmt: skip
-        acc0, acc1 = wait_for(acc0, acc1, p, 0, P1, WOVEN)
+        acc0, acc1 = wait_for(acc0, acc1, p, 0, P1)
         release(free, slot)
         slot, phase = advance(slot, phase, SLOTS)
         if steps % 2 == 0:  # one more, with nothing running: no copy of what a product reads is safe
             turn = gl.where(turn == col_tiles - 1, 0, turn + 1)
             q, total, acc0, acc1 = take(
-                a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1, WOVEN
+                a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1
             )
-            acc0, acc1 = wait_for(acc0, acc1, q, 0, P1, WOVEN)
+            acc0, acc1 = wait_for(acc0, acc1, q, 0, P1)
             release(free, slot)
             slot, phase = advance(slot, phase, SLOTS)
         row = (tile // col_tiles) * (2 * COLUMNS) + W * COLUMNS
@@ -183,36 +205,35 @@ def own_dots_loader(dy_desc, y_desc, dots_s, ready, taken, N, steps, per_split, 
 
 
 @gluon.jit
-def dw_queued_kernel(  # parameters as of dw_kernel
-    dy0_desc,
-    dy1_desc,
+def dw_kernel(
+    dy0_desc,  # [M, N]; without DELTA it may be the first `piece` columns of dy
+    dy1_desc,  # and these the next
     dy2_desc,
     piece,
-    x0_desc,
+    x0_desc,  # [M, K]; the columns of a tile come in parts of P0 and, with P1 > 0, P1
     x1_desc,
-    rstd_ptr,
-    partial_ptr,
-    sums_ptr,
-    dots_dy_desc,
-    dots_y_desc,
-    offset_ptr,
-    delta_ptr,
-    x_ptr,
+    rstd_ptr,  # [M] fp32
+    partial_ptr,  # [splits, N, K] fp32
+    sums_ptr,  # [splits * col_tiles, 2, N] fp32: sums of dy and, for layer norm, of the rows of `partial`
+    dots_dy_desc,  # dy again and what follows up to delta: with DELTA
+    dots_y_desc,  # [M, N]
+    offset_ptr,  # [N] fp32: b'
+    delta_ptr,  # [M] fp32
+    x_ptr,  # x again, for the first element of a row (layer norm)
     stride_x,
-    limit,
+    limit,  # just below 1 / sqrt(eps)
     M,
     N,
     K,
     tiles,
     col_tiles,
-    steps,
+    steps,  # slots of 64 rows in all
     steps_per_split,
     P0: gl.constexpr,
     P1: gl.constexpr,
     SLOTS: gl.constexpr,
     LAYER: gl.constexpr,
     DELTA: gl.constexpr,
-    WOVEN: gl.constexpr,
 ):
     dtype: gl.constexpr = dy0_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -243,9 +264,9 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         gl.warp_specialize(
             [
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER, WOVEN)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER, WOVEN)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (own_row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, steps, steps_per_split, tiles)),
                 (own_dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, steps, steps_per_split, tiles)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
@@ -259,9 +280,9 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         gl.warp_specialize(
             [
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER, WOVEN)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
                 (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
-                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER, WOVEN)),
+                            steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
                           b0_s, b1_s, high_s, low_s, full, free0, free1, M, steps, steps_per_split, tiles,
                           col_tiles, P0, P1, SLOTS, LAYER, not DELTA)),
@@ -271,11 +292,25 @@ def dw_queued_kernel(  # parameters as of dw_kernel
         )  # fmt: skip
 
 
+# Forms by the columns of a tile of dW': (parts, slots, whether delta comes along).
+FORMS = {"256": (256, 0, 4, False), "192": (128, 64, 5, False), "256_delta": (256, 0, 4, True)}
+
+
 def variants():
-    for v in product_variants():
-        for form in ("queued", "woven"):
-            args = {**v.args, "WOVEN": form == "woven"}
-            yield Variant(v.name.replace("split", form), dw_queued_kernel, args, maxnreg=v.maxnreg)
+    for dtype in ("bf16", "fp16"):
+        for norm in ("rms", "layer"):
+            for form, (p0, p1, slots, delta) in FORMS.items():
+                if delta and dtype == "fp16":  # its fp32 copies of dy would spill
+                    continue
+                args = {f"dy{i}_desc": Tile(dtype, (64, 64)) for i in range(3)} | {"piece": "i32"}
+                args |= {"x0_desc": Tile(dtype, (64, p0)), "x1_desc": Tile(dtype, (64, p1 or p0))}
+                args |= {"rstd_ptr": "*fp32:16", "partial_ptr": "*fp32:16", "sums_ptr": "*fp32:16"}
+                args |= {"dots_dy_desc": Tile(dtype, (32, 64)), "dots_y_desc": Tile(dtype, (32, 64))}
+                args |= {"offset_ptr": "*fp32:16", "delta_ptr": "*fp32:16", "x_ptr": f"*{dtype}", "stride_x": "i64"}
+                args |= {"limit": "fp32", "M": "i32", "N": "i32:8", "K": "i32:8"}
+                args |= {"tiles": "i32", "col_tiles": "i32", "steps": "i32", "steps_per_split": "i32"}
+                args |= {"P0": p0, "P1": p1, "SLOTS": slots, "LAYER": norm == "layer", "DELTA": delta}
+                yield Variant(f"dw_{norm}_{dtype}_{form}", dw_kernel, args, maxnreg=168)
 
 
 VARIANTS = [*variants()]
