@@ -13,11 +13,12 @@ give: its P is 0.
 P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
 ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
 rstd comes split in two bf16 values and P = fma(dy, high, dy * low), two instructions per pair that round as fp32 would.
-The sums over rows are shared out: of the CTAs that see the same dy, each takes every so many slots.
+The sums over rows are products with ones, on dy as it lies in registers; they are shared out among the CTAs that see the
+same dy. Every warp waits for slots and hands them back by itself.
 
 Partitions of a CTA, which owns tiles of dW' and a range of rows:
 
-    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd, in two parts
+    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd (see pack_asm)
     consumers   two warpgroups, 64 columns of dy each
     row_dots    with DELTA, 2 warps and a loader of their own: see wgrad_row_dots.py
 
@@ -25,8 +26,8 @@ A consumer that waits for its products before it issues more leaves the tensor c
 fills the gap only while the two are out of step, and nothing keeps them so. Therefore a slot's products are issued
 before those of the slot before are waited for, and a consumer runs dry only if scaling takes longer than the products of
 a slot. P of two slots is in use at a time, so two steps stand in the loop's body, each with registers of its own: what a
-running product reads is never copied. Within a slot, the first 16 rows' products are queued before the next 16 rows are
-scaled, which leaves a quarter of the scaling between a slot's arrival and its first product.
+running product reads is never copied. Within a slot the products of 16 rows at a time are queued, the first as soon as its
+rows are scaled.
 
 Programs: `tiles` of them for each whole split of the rows. If more are left than make a split, they share the remaining
 rows, the last split, and each takes every so many tiles of it, one after another, through the same ring.
