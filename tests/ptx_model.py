@@ -29,6 +29,8 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
+        self.prefetched = []  # addresses, by instruction
+        self.arrived = []  # lanes on which copies have arrived, by instruction
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
@@ -50,8 +52,14 @@ class Machine:
         kind = name.split(".")
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
-        if kind[0] == "stmatrix":
-            return self._store_matrices(*operands)
+        if kind[:3] == ["cp", "async", "mbarrier"]:
+            return self.arrived.append(int(active.sum()))
+        if kind[0] == "cp":
+            return self._copy(*operands, active)
+        if kind[0] == "prefetch":
+            return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
+        if kind[0] in ("stmatrix", "ldmatrix"):
+            return self._matrices(kind[0], *operands[:: 1 if kind[0] == "stmatrix" else -1])
         target, *sources = operands
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))
@@ -66,11 +74,11 @@ class Machine:
 
     def _compute(self, kind, v):
         op, last = kind[0], kind[-1]
-        if last == "f32" and op in ("add", "sub", "mul", "fma"):
+        if last == "f32" and op in ("add", "sub", "mul", "fma", "neg"):
             f = [real(x).astype(np.float64) for x in v]  # a product of two fp32 is exact in fp64
             with np.errstate(all="ignore"):
                 result = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-                          "fma": lambda a, b, c: a * b + c}[op](*f)  # fmt: skip
+                          "fma": lambda a, b, c: a * b + c, "neg": lambda a: -a}[op](*f)  # fmt: skip
             return bits(result.astype(np.float32))
         mask = 0xFFFFFFFF if last.endswith("32") else -1
         if op == "cvt":
@@ -89,6 +97,16 @@ class Machine:
         return {"mov": lambda a: a, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "and": lambda a, b: a & b,
                 "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "shl": lambda a, b: a << b,
                 "shr": lambda a, b: a >> b}[op](*v) & mask  # fmt: skip
+
+    def _copy(self, to, at, size, active):
+        """From memory to shared memory."""
+        places = []
+        for address in (to, at):
+            base, _, offset = address.strip("[]").partition("+")
+            start = self.registers[base.strip()] + int(offset or 0)
+            assert not (start[active] % int(size)).any(), "a copy is not aligned"
+            places.append((start[:, None] + np.arange(int(size)))[active])
+        self.shared[places[0]] = self.memory[places[1]]
 
     def _move(self, kind, operands, active):
         where = self.shared if "shared" in kind else self.memory
@@ -109,17 +127,23 @@ class Machine:
                 old = self.registers.get(name, np.zeros(THREADS, np.int64))
                 self.registers[name] = np.where(active, words.view(np.int64)[:, 0], old)
 
-    def _store_matrices(self, address, registers):
+    def _matrices(self, name, address, registers):
         """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4."""
         names = [n.strip() for n in registers.strip("{}").split(",")]
         base, _, offset = address.strip("[]").partition("+")
         at = (self.registers[base.strip()] + int(offset or 0)).reshape(4, 32)
+        if name == "ldmatrix":
+            self.registers |= {n: np.zeros(THREADS, np.int64) for n in names}
         for warp in range(4):
             for lane in range(32):
                 for matrix, register in enumerate(names):
                     place = at[warp, 8 * matrix + lane // 4] + 4 * (lane % 4)
-                    word = np.uint32(self.registers[register][32 * warp + lane])
-                    self.shared[place : place + 4] = np.frombuffer(word.tobytes(), np.uint8)
+                    if name == "ldmatrix":
+                        word = self.shared[place : place + 4].view(np.uint32)[0]
+                        self.registers[register][32 * warp + lane] = word
+                    else:
+                        word = np.uint32(self.registers[register][32 * warp + lane])
+                        self.shared[place : place + 4] = np.frombuffer(word.tobytes(), np.uint8)
 
 
 def unswizzled(data):
