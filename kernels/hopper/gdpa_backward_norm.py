@@ -54,16 +54,16 @@ def _normalise(outputs, inputs):
     (tile,), (terms,), (columns,), (panel,), (zero,) = inputs
     lines = ["{ .reg .b32 t, r, a, s, x<8>; .reg .f32 c<2>, d<2>, w<8>, b<8>, low, high; .reg .b64 at;"]
     lines += _piece(tile, panel, zero)
-    lines.append(f"shl.b32 s, t, 6; cvt.u64.u32 at, s; add.s64 at, at, {columns}; shl.b32 s, r, 3; add.u32 s, s, {terms};")
+    lines.append(
+        f"shl.b32 s, t, 6; cvt.u64.u32 at, s; add.s64 at, at, {columns}; shl.b32 s, r, 3; add.u32 s, s, {terms};"
+    )
     for name, place in (("w", 0), ("b", 32)):
         for half in range(2):
             four = ", ".join(f"{name}{4 * half + i}" for i in range(4))
             lines.append(f"ld.global.nc.v4.f32 {{{four}}}, [at + {place + 16 * half}];")
     words = [[f"x{4 * (i % 2) + j}" for j in range(4)] for i in range(4)]
-    loads = [
-        f"ld.shared.v4.b32 {{{', '.join(words[i])}}}, [a + {2048 * i}]; ld.shared.v2.f32 {{c{i % 2}, d{i % 2}}}, [s + {128 * i}];"
-        for i in range(4)
-    ]
+    loads = [f"ld.shared.v4.b32 {{{', '.join(four)}}}, [a + {2048 * i}];" for i, four in enumerate(words)]
+    loads = [f"{load} ld.shared.v2.f32 {{c{i % 2}, d{i % 2}}}, [s + {128 * i}];" for i, load in enumerate(loads)]
     lines.append(loads[0])
     for i in range(4):
         lines += loads[i + 1 : i + 2]

@@ -53,7 +53,7 @@ def backward(
     *,
     overwrite: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(gradient of the normalised q, dk, dv), contiguous; the first takes the memory of `grad` if that may be overwritten."""
+    """(gradient of the normalised q, dk, dv), contiguous; the first in the memory of `grad` if that may be overwritten."""
     from recsys_norm.kernels.gdpa.launch import on_device
     from recsys_norm.kernels.hopper import gdpa_backward
 

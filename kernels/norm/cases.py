@@ -129,7 +129,9 @@ def _grouped(tile: Tile, dtype: str, param: str) -> Iterator[CompileCase]:
 
 
 def _terms() -> CompileCase:
-    args = _types("x_ptr mean_ptr rstd_ptr weight_ptr bias_ptr rows_ptr columns_ptr M N stride_x row_blocks", "bf16", "bf16")
+    args = _types(
+        "x_ptr mean_ptr rstd_ptr weight_ptr bias_ptr rows_ptr columns_ptr M N stride_x row_blocks", "bf16", "bf16"
+    )
     args |= {"rows_ptr": "*fp32:16", "columns_ptr": "*fp32:16"}
     args |= dict(LAYER=True, HAS_WEIGHT=True, HAS_BIAS=True, BLOCK=terms.BLOCK)
     return CompileCase("norm.terms", "bf16/bf16 layer", terms.terms_kernel, args, {"num_warps": terms.WARPS})

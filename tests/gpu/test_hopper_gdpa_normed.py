@@ -1,0 +1,227 @@
+"""The backward of jagged attention with the norm of the queries inside, on a GPU: the same bits as from normalised queries,
+and norm_attention with and without it."""
+
+import pytest
+import torch
+from norm_attention_cases import arguments, check_slack
+from test_hopper_gdpa import ARCH, lengths, problem
+
+from recsys_norm import ops
+from recsys_norm.kernels.hopper import gdpa_backward, launch
+from recsys_norm.kernels.norm import attention_inside as inside
+from recsys_norm.kernels.norm.launch import norm_forward
+from recsys_norm.kernels.norm.terms import terms
+from recsys_norm.ops.activations import get
+from recsys_norm.testing import check_op
+
+pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs an H100 or H200 and its driver")
+CANDIDATE = dict(backend="fused", technique="separate")
+
+
+def backward(p, q, norm=None, into=None):
+    """(dq, dk, dv) by the kernel, the first in the memory of `into`."""
+    tensors = (q, p.k, p.v, p.grad if into is None else into)
+    code, most = get(p.options["activation"]).code, max([1, *p.k_len])
+    assert gdpa_backward.fits(tensors, len(p.q_len), code, most, ARCH)
+    grads = [torch.full(t.shape, float("nan"), device="cuda", dtype=t.dtype) for t in tensors[:3]]
+    grads[0] = grads[0] if into is None else into
+    options = (code, most, p.options["scale"], *([] if norm is None else [norm]))
+    gdpa_backward.backward((*tensors, *grads), p.q_offsets, p.k_offsets, *options)
+    return grads
+
+
+def normed(p, kind="layer", weight=torch.bfloat16, zeros=False):
+    """(numbers of rows and columns, q after the norm as these make it) for the problem's q."""
+    g = torch.Generator().manual_seed(1)
+    width = p.heads * 128
+    w = b = None
+    if weight is not None:
+        w, b = ((torch.randn(width, generator=g) + m).to("cuda", weight) for m in (1.0, 0.0))
+        b = b if kind == "layer" else None
+        if zeros:
+            w[::3] = 0
+    live = sum(p.q_len)
+    rows = p.q.flatten(1)
+    out = norm_forward(rows, w, b, norm=kind, eps=1e-5, cut=(p.q_offsets, 1))
+    numbers = terms(rows, out.mean, out.rstd, w, b)
+    w, b = (numbers[1][:, i].flatten().double() for i in (0, 1))
+    hat = (rows.float() - numbers[0][:, :1]) * numbers[0][:, 1:]
+    q = torch.zeros_like(p.q)
+    q[:live] = (hat.double() * w + b).float()[:live].view(live, p.heads, 128)
+    if kind == "rms":
+        assert torch.equal(q[:live], out.y.view_as(q)[:live])
+    else:  # the norm's kernel has its mean at hand, here it is made of the one relative to the row's first value
+        assert (q != out.y.view_as(q))[:live].float().mean() < 1e-3
+    return numbers, q
+
+
+def run(queries, keys, kind="layer", weight=torch.bfloat16, zeros=False, **more):
+    p = problem(queries, keys, **more)
+    p.q[: sum(p.q_len)] += 0.5
+    numbers, q = normed(p, kind, weight, zeros)
+    expected = backward(p, q)
+    for a, b in zip(backward(p, p.q, gdpa_backward.Norm(*numbers, False)), expected):
+        assert torch.equal(a, b)
+    dq, dk, dv = backward(p, p.q, gdpa_backward.Norm(*numbers, True))
+    assert torch.equal(dk, expected[1]) and torch.equal(dv, expected[2])
+    live, rounding = sum(p.q_len), 2.0**-8
+    total = expected[0][:live].double() + p.grad[:live].double()
+    assert ((dq[:live] - total).abs() <= 1.01 * rounding * (expected[0][:live].abs() + total.abs()) + 1e-30).all()
+    assert not dq[live:].any()
+    for a, b in zip(backward(p, p.q, gdpa_backward.Norm(*numbers, True), into=p.grad.clone()), (dq, dk, dv)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 4, 5, 8, 12, 16])
+def test_heads(heads):
+    for kind in ("layer", "rms"):
+        run(lengths(6, 300), lengths(6, 128, 1), kind, heads=heads, slack=9)
+    run(lengths(40, 700), [128] * 40, heads=heads)
+
+
+@pytest.mark.parametrize("keys", [1, 63, 64, 65, 128])
+@pytest.mark.parametrize("queries", [1, 63, 64, 65, 191, 192])
+def test_block_edges(queries, keys):
+    run([queries, 70, 0, queries], [keys, 128, 5, keys])
+
+
+@pytest.mark.parametrize("activation", gdpa_backward.ACTIVATIONS.values())
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32, None])
+def test_parameters(activation, weight):
+    for kind in ("layer", "rms"):
+        for zeros in (False, True):
+            options = dict(activation=activation, scale=0.09)
+            run(lengths(6, 300), lengths(6, 128, 1), kind, weight, zeros, options=options, slack=70)
+
+
+def test_sequences_over_many_programs():
+    for queries in ([20000, 1, 9000], [1] * 100 + [30000], [30000] + [1] * 100, [130] * 150, lengths(700, 40)):
+        run(queries, [128 if n > 1 else 40 for n in queries], heads=2, slack=9, offsets_dtype=torch.int64)
+
+
+def test_constant_and_large_rows():
+    p = problem(lengths(6, 300), lengths(6, 128, 1))
+    p.q[10:20] = 3.0
+    p.q[20:30] += 1000.0
+    numbers, q = normed(p)
+    assert all(torch.equal(a, b) for a, b in zip(backward(p, p.q, gdpa_backward.Norm(*numbers, False)), backward(p, q)))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 8])
+def test_equal_bits_and_a_captured_graph(heads):
+    p = problem(lengths(200, 700), [128] * 200, heads=heads)
+    numbers, _ = normed(p)
+    for inner in (False, True):
+        norm = gdpa_backward.Norm(*numbers, inner)
+        first = backward(p, p.q, norm)
+        different = torch.zeros((), dtype=torch.int64, device="cuda")
+        for _ in range(100):
+            for a, b in zip(first, backward(p, p.q, norm)):
+                different += (a != b).sum()
+        assert not different.item()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = backward(p, p.q, norm)
+    for _ in range(3):
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(first, found))
+
+
+# ---- norm_attention --------------------------------------------------------------------------------------------------
+
+
+def case(heads=4, **more):
+    queries, keys = lengths(12, 300), lengths(12, 128, 1)
+    options = dict(H=heads, d=128, dtype=torch.bfloat16, pre="layer", post="rms", device="cuda") | more
+    t, options = arguments((queries, keys), **options)
+    return t, options | dict(activation="gelu", inner_residual=True)
+
+
+def gradients(t, options):
+    leaves = {n: x.detach().requires_grad_(x.requires_grad) for n, x in t.items()}
+    wanted = {n: x for n, x in leaves.items() if x.requires_grad}
+    y = ops.norm_attention(**leaves, residual=leaves["q_THd"], **options, **CANDIDATE)
+    dy = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(y.dtype)
+    return dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy)))
+
+
+@pytest.fixture
+def switch(monkeypatch):
+    calls = []
+    real = inside.backward
+    monkeypatch.setattr(inside, "backward", lambda *a, **o: calls.append(1) or real(*a, **o))
+
+    def turn(on):
+        monkeypatch.setattr(inside, "ENABLED", on)
+        return calls
+
+    return turn
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("post", ["rms", None])
+def test_the_op_has_the_same_bits(heads, post, switch):
+    """Where the norm's mean is not made anew, and the sum with what comes past the attention is not rounded once less."""
+    for on in ("q", "qk"):
+        t, options = case(heads, pre="rms", post=post, on=on, slack=3)
+        options |= dict(inner_residual=False)
+        with torch.no_grad():
+            for x in (t[n] for n in ("q_THd", "k_UHd", "v_UHd")):
+                x[-3:] = 0
+        switch(False)
+        expected = gradients(t, options)
+        calls = switch(True)
+        found = gradients(t, options)
+        assert calls and all(torch.equal(found[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("inner", [True, False])
+@pytest.mark.parametrize("pre", ["layer", "rms"])
+def test_the_op_keeps_the_tolerance_rule(inner, pre, switch):
+    calls = switch(True)
+    for more in (
+        dict(residual=True),
+        dict(post="layer", affine=False),
+        dict(post=None),
+        dict(on="qk", param_dtype=torch.float32),
+    ):
+        t, options = case(pre=pre, **more)
+        check_op("norm_attention", t, options | dict(inner_residual=inner), CANDIDATE)
+    assert len(calls) >= 4
+    t, options = case(pre=pre, residual=True, slack=3)
+    check_slack(t, options | dict(inner_residual=inner), CANDIDATE, 3, 2e-2)
+
+
+def test_what_the_op_leaves_to_other_kernels(switch):
+    calls = switch(True)
+    for more, changed in (
+        (dict(scope="head"), {}),
+        (dict(on="k"), {}),
+        ({}, dict(activation="silu")),
+        ({}, dict(activation=("gelu", "gelu", "gelu_tanh", "gelu"))),
+        (dict(dtype=torch.float16), {}),
+        ({}, dict(causal=True)),
+    ):
+        t, options = case(**more)
+        check_op("norm_attention", t, options | changed, CANDIDATE)
+    assert not calls
+
+
+def test_memory(switch):
+    """The gradients of the attention's output and of both sides of the pre-norm take turns in one tensor."""
+    t, options = case(heads=8)
+    t["q_THd"] = torch.randn(1 << 15, 8, 128, device="cuda").bfloat16().requires_grad_()
+    t["q_offsets_B1"] = torch.arange(13, device="cuda") * 2000
+    options |= dict(max_q_len=2000)
+    peaks = {}
+    for on in (False, True):
+        switch(on)
+        y = ops.norm_attention(**t, residual=t["q_THd"], **options, **CANDIDATE)
+        dy = torch.ones_like(y)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        torch.autograd.grad(y, t["q_THd"], dy)
+        peaks[on] = (torch.cuda.max_memory_allocated() - before) / y.nbytes
+        del y, dy
+    assert peaks[True] < 1.5 < 2.9 < peaks[False], peaks
