@@ -18,9 +18,7 @@ from .gdpa_backward_kernels import VARIANTS as PLAIN_VARIANTS
 from .gdpa_backward_ranges import BLOCK, EXTRA, FACTS, WIDTH, cut
 from .variants import Variant
 
-COPIES = gl.constexpr(
-    1 + 32
-)  # arrivals for a block: the loader's, and each of its lanes' when the rows' numbers are there
+COPIES = gl.constexpr(1 + 32)  # arrivals for a block: the loader's, and with the rows' numbers its lanes'
 
 
 @gluon.jit(do_not_specialize=["batch", "heads", "q_step", "k_step", "most", "T", "U"])

@@ -3,8 +3,8 @@ and norm_attention with and without it."""
 
 import pytest
 import torch
+from attention_cases import Problem
 from norm_attention_cases import arguments, check_slack
-from test_hopper_gdpa import ARCH, lengths, problem
 
 from recsys_norm import ops
 from recsys_norm.kernels.hopper import gdpa_backward, launch
@@ -14,8 +14,20 @@ from recsys_norm.kernels.norm.terms import terms
 from recsys_norm.ops.activations import get
 from recsys_norm.testing import check_op
 
+ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs an H100 or H200 and its driver")
 CANDIDATE = dict(backend="fused", technique="separate")
+
+
+def lengths(batch, longest, seed=0):
+    sizes = torch.randint(0, longest + 1, (batch,), generator=torch.Generator().manual_seed(seed)).tolist()
+    sizes[batch // 2], sizes[-1] = 0, longest
+    return sizes
+
+
+def problem(queries, keys, **more):
+    more = dict(d=128, dtype=torch.bfloat16, device="cuda", options=dict(activation="gelu", scale=0.09)) | more
+    return Problem(queries, keys, **more)
 
 
 def backward(p, q, norm=None, into=None):
@@ -33,26 +45,40 @@ def backward(p, q, norm=None, into=None):
 def normed(p, kind="layer", weight=torch.bfloat16, zeros=False):
     """(numbers of rows and columns, q after the norm as these make it) for the problem's q."""
     g = torch.Generator().manual_seed(1)
-    width = p.heads * 128
-    w = b = None
+    w = b = mean = None
     if weight is not None:
-        w, b = ((torch.randn(width, generator=g) + m).to("cuda", weight) for m in (1.0, 0.0))
+        w, b = ((torch.randn(p.heads * 128, generator=g) + m).to("cuda", weight) for m in (1.0, 0.0))
         b = b if kind == "layer" else None
         if zeros:
             w[::3] = 0
-    live = sum(p.q_len)
-    rows = p.q.flatten(1)
-    out = norm_forward(rows, w, b, norm=kind, eps=1e-5, cut=(p.q_offsets, 1))
-    numbers = terms(rows, out.mean, out.rstd, w, b)
+    live, rows = sum(p.q_len), p.q.flatten(1)
+    x = rows.float()
+    if kind == "layer":
+        mean = (x - x[:, :1]).mean(1)
+        x = x - (x[:, :1] + mean[:, None])
+    return numbers_of(p, rows, mean, (x.square().mean(1) + 1e-5).rsqrt(), w, b, live)
+
+
+def numbers_of(p, rows, mean, rstd, w, b, live):
+    numbers = terms(rows, mean, rstd, w, b)
     w, b = (numbers[1][:, i].flatten().double() for i in (0, 1))
     hat = (rows.float() - numbers[0][:, :1]) * numbers[0][:, 1:]
     q = torch.zeros_like(p.q)
     q[:live] = (hat.double() * w + b).float()[:live].view(live, p.heads, 128)
-    if kind == "rms":
-        assert torch.equal(q[:live], out.y.view_as(q)[:live])
-    else:  # the norm's kernel has its mean at hand, here it is made of the one relative to the row's first value
-        assert (q != out.y.view_as(q))[:live].float().mean() < 1e-3
     return numbers, q
+
+
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_what_is_normalised_has_the_norms_bits(kind):
+    """Except where a mean that is made of the one relative to the row's first value is rounded otherwise."""
+    p = problem(lengths(6, 300), lengths(6, 128, 1), heads=4, slack=9)
+    g, live = torch.Generator().manual_seed(1), sum(p.q_len)
+    w, b = ((torch.randn(512, generator=g) + m).to("cuda") for m in (1.0, 0.0))
+    b = b if kind == "layer" else None
+    out = norm_forward(p.q.flatten(1), w, b, norm=kind, eps=1e-5, cut=(p.q_offsets, 1))
+    _, q = numbers_of(p, p.q.flatten(1), out.mean, out.rstd, w, b, live)
+    other = (q != out.y.view_as(q))[:live].float().mean().item()
+    assert other < 1e-3 if kind == "layer" else other == 0
 
 
 def run(queries, keys, kind="layer", weight=torch.bfloat16, zeros=False, **more):
@@ -189,7 +215,7 @@ def test_the_op_keeps_the_tolerance_rule(inner, pre, switch):
         check_op("norm_attention", t, options | dict(inner_residual=inner), CANDIDATE)
     assert len(calls) >= 4
     t, options = case(pre=pre, residual=True, slack=3)
-    check_slack(t, options | dict(inner_residual=inner), CANDIDATE, 3, 2e-2)
+    check_slack(t, options | dict(inner_residual=inner), CANDIDATE, 3, 3e-2)
 
 
 def test_what_the_op_leaves_to_other_kernels(switch):
