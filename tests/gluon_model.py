@@ -182,7 +182,7 @@ class Machine:
         names |= {"tma": tma, "mbarrier": types.SimpleNamespace(expect=self.expect), "arrive": self.arrive}
         names |= {"await_phase": lambda bar, phase: bar.wait(phase), "fence_async_shared": lambda: None}
         names |= {"warpgroup_mma": multiply, "warpgroup_mma_wait": lambda n, deps: deps if len(deps) > 1 else deps[0]}
-        names |= {"accumulator": lambda columns: None, "tanh": np.tanh} | more
+        names |= {"accumulator_layout": lambda columns: None, "tanh": np.tanh} | more
         return names
 
 

@@ -24,12 +24,24 @@ def to_bf16(x):
     return np.where(nan, 0x7FFF, ((u + 0x7FFF + ((u >> 16) & 1)) >> 16) & 0xFFFF)
 
 
+def pair_of(words, kind):
+    """The two 16-bit values of a register, in fp32: the lower first."""
+    halves = [np.asarray(words) >> shift & 0xFFFF for shift in (0, 16)]
+    if kind == "bf16":
+        return [real(h << 16) for h in halves]
+    return [h.astype(np.uint16).view(np.float16).astype(np.float32) for h in halves]
+
+
+def to_fp16(x):
+    with np.errstate(over="ignore"):
+        return np.asarray(x, np.float32).astype(np.float16).view(np.uint16).astype(np.int64)
+
+
 class Machine:
     """`run` executes a text. `names` gives what its operands hold: ints, or arrays with a value per thread."""
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
-        self.prefetched = []  # addresses, by instruction
         self.arrived = []  # lanes on which copies have arrived, by instruction
 
     def run(self, text, names):
@@ -47,20 +59,25 @@ class Machine:
         if statement.startswith("@"):
             predicate, statement = statement[1:].split(None, 1)
             active = self.registers[predicate.lstrip("!")].astype(bool) ^ predicate.startswith("!")
-        name, rest = statement.split(None, 1)
+        name, _, rest = statement.partition(" ")
         operands = [o.strip() for o in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)]
         kind = name.split(".")
+        if kind[0] == "wgmma":  # at once: nothing waits
+            return self._product(kind, operands) if kind[1] == "mma_async" else None
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
         if kind[:3] == ["cp", "async", "mbarrier"]:
             return self.arrived.append(int(active.sum()))
         if kind[0] == "cp":
             return self._copy(*operands, active)
-        if kind[0] == "prefetch":
-            return self.prefetched.append(set(self.registers[operands[0].strip("[]")][active].tolist()))
         if kind[0] in ("stmatrix", "ldmatrix"):
-            return self._matrices(kind[0], *operands[:: 1 if kind[0] == "stmatrix" else -1])
+            return self._matrices(kind, *operands[:: 1 if kind[0] == "stmatrix" else -1])
         target, *sources = operands
+        if target.startswith("{"):  # mov of two halves
+            value = self.registers[sources[0]]
+            for i, part in enumerate(target.strip("{}").split(",")):
+                self.registers[part.strip()] = value >> 16 * i & 0xFFFF
+            return None
         value = self._compute(kind, [self._value(o, kind) for o in sources])
         old = self.registers.get(target, np.zeros(THREADS, np.int64))
         self.registers[target] = np.where(active, value, old)
@@ -74,26 +91,37 @@ class Machine:
 
     def _compute(self, kind, v):
         op, last = kind[0], kind[-1]
-        if last == "f32" and op in ("add", "sub", "mul", "fma", "neg"):
+        if last == "f32" and op in ("add", "sub", "mul", "fma"):
             f = [real(x).astype(np.float64) for x in v]  # a product of two fp32 is exact in fp64
             with np.errstate(all="ignore"):
                 result = {"add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-                          "fma": lambda a, b, c: a * b + c, "neg": lambda a: -a}[op](*f)  # fmt: skip
+                          "fma": lambda a, b, c: a * b + c}[op](*f)  # fmt: skip
             return bits(result.astype(np.float32))
         mask = 0xFFFFFFFF if last.endswith("32") else -1
         if op == "cvt":
             if "bf16x2" in kind:
                 return to_bf16(real(v[0])) << 16 | to_bf16(real(v[1]))
-            return v[0]
+            if "f16x2" in kind:
+                return to_fp16(real(v[0])) << 16 | to_fp16(real(v[1]))
+            return bits(pair_of(v[0], "fp16")[0]) if kind[1:] == ["f32", "f16"] else v[0]
+        if last == "bf16x2":  # a product is exact in fp64, and its sum with a third close enough
+            f = zip(*(pair_of(x, "bf16") for x in v))
+            low, high = (to_bf16(np.float64(a) * b + sum(map(np.float64, c))) for a, b, *c in f)
+            return high << 16 | low
+        if op == "bfe":
+            return v[0] >> v[1] & (1 << v[2]) - 1
+        if "wide" in kind:
+            return v[0] * v[1]
         if op == "selp":
             return np.where(v[2].astype(bool), v[0], v[1])
         if op == "mad":
             return v[0] * v[1] + v[2]
         if op == "setp":
-            a, b = v
+            a, b, *more = v
             if last == "s32":
-                a, b = ((x & 0xFFFFFFFF).astype(np.uint32).view(np.int32) for x in v)
-            return {"lt": a < b, "ge": a >= b, "ne": a != b, "eq": a == b, "gt": a > b}[kind[1]]
+                a, b = ((x & 0xFFFFFFFF).astype(np.uint32).view(np.int32) for x in (a, b))
+            found = {"lt": a < b, "ge": a >= b, "ne": a != b, "eq": a == b, "gt": a > b}[kind[1]]
+            return found & more[0].astype(bool) if "and" in kind else found
         return {"mov": lambda a: a, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "and": lambda a, b: a & b,
                 "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "shl": lambda a, b: a << b,
                 "shr": lambda a, b: a >> b}[op](*v) & mask  # fmt: skip
@@ -127,8 +155,29 @@ class Machine:
                 old = self.registers.get(name, np.zeros(THREADS, np.int64))
                 self.registers[name] = np.where(active, words.view(np.int64)[:, 0], old)
 
-    def _matrices(self, name, address, registers):
-        """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4."""
+    def _product(self, kind, operands):
+        """64 rows from registers times 16 rows of shared memory, in panels of 64 columns with 128-byte swizzling."""
+        acc, a = ([n.strip() for n in group.strip("{}").split(",")] for group in operands[:2])
+        descriptor, more = int(self.registers[operands[2]][0]), bool(self.registers[operands[3]][0])
+        assert operands[4:] == ["1", "1", "1"] and descriptor >> 62 == 1
+        start, panel, group = (16 * (descriptor >> shift & 0x3FFF) for shift in (0, 16, 32))
+        row, column = np.ogrid[:16, : 2 * len(acc)]
+        at = start + column // 64 * panel + row // 8 * group + row % 8 * 128
+        at = at + (column % 64 // 8 ^ row % 8) * 16 + column % 8 * 2
+        x = pair_of(self.shared.view(np.uint16)[at // 2].astype(np.int64), "bf16" if "bf16" in kind else "fp16")[0]
+        p, lane = np.zeros((64, 16)), LANES % 32
+        for i, name in enumerate(a):
+            for half, value in enumerate(pair_of(self.registers[name], "bf16" if "bf16" in kind else "fp16")):
+                p[16 * (LANES // 32) + lane // 4 + 8 * (i & 1), 2 * (lane % 4) + half + 8 * (i >> 1)] = value
+        result = p @ x.astype(np.float64)
+        for i, name in enumerate(acc):
+            value = result[16 * (LANES // 32) + lane // 4 + 8 * (i >> 1 & 1), 2 * (lane % 4) + (i & 1) + 8 * (i >> 2)]
+            self.registers[name] = bits(value + real(self.registers[name]) if more else value)
+
+    def _matrices(self, kind, address, registers):
+        """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4;
+        of column l / 4 if it comes transposed."""
+        name = kind[0]
         names = [n.strip() for n in registers.strip("{}").split(",")]
         base, _, offset = address.strip("[]").partition("+")
         at = (self.registers[base.strip()] + int(offset or 0)).reshape(4, 32)
@@ -138,7 +187,11 @@ class Machine:
             for lane in range(32):
                 for matrix, register in enumerate(names):
                     place = at[warp, 8 * matrix + lane // 4] + 4 * (lane % 4)
-                    if name == "ldmatrix":
+                    if "trans" in kind:
+                        rows = at[warp, 8 * matrix + 2 * (lane % 4) + np.arange(2)] + lane // 4 * 2
+                        low, high = (int(self.shared[r : r + 2].view(np.uint16)[0]) for r in rows)
+                        self.registers[register][32 * warp + lane] = high << 16 | low
+                    elif name == "ldmatrix":
                         word = self.shared[place : place + 4].view(np.uint32)[0]
                         self.registers[register][32 * warp + lane] = word
                     else:

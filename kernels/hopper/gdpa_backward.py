@@ -33,10 +33,10 @@ def fits(tensors: tuple[Tensor, ...], sequences: int, code: int, max_keys: int, 
         return False
     if q.shape[1] * (q.shape[0] + EXTRA * sequences) > MAX_COST or launch.why_not(arch) is not None:
         return False
-    return all(_readable(t) for t in tensors)
+    return all(readable(t) for t in tensors)
 
 
-def _readable(x: Tensor) -> bool:
+def readable(x: Tensor) -> bool:
     """Whether TMA can read [rows, heads, 128] as a matrix of whole rows."""
     rows, heads, d = x.shape
     if x.stride(2) != 1 or (heads > 1 and x.stride(1) != d) or x.data_ptr() % 16:
@@ -44,7 +44,8 @@ def _readable(x: Tensor) -> bool:
     return rows <= 1 or (x.stride(0) % 8 == 0 and x.stride(0) >= heads * d)
 
 
-def _rows(x: Tensor) -> Tensor:
+def as_matrix(x: Tensor) -> Tensor:
+    """[rows, heads, d] as [rows, heads * d]."""
     rows, heads, d = x.shape
     return x.as_strided((rows, heads * d), (x.stride(0) if rows > 1 else heads * d, 1))
 
@@ -63,7 +64,7 @@ def backward(
     q, k, _, _, dq, dk, dv = tensors
     batch, heads = q_offsets.numel() - 1, q.shape[1]
     some = next(t for t in tensors if t.shape[0])  # without rows there is no tensor map, and nothing that needs one
-    maps = [_rows(t if t.shape[0] else some) for t in tensors]
+    maps = [as_matrix(t if t.shape[0] else some) for t in tensors]
     q_offsets, k_offsets = q_offsets.contiguous(), k_offsets.contiguous()
     cost = heads * (q.shape[0] + EXTRA * batch)
     programs = max(1, min(launch.multiprocessors(q.device), cost // LEAST))

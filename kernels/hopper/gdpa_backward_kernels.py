@@ -123,7 +123,7 @@ def loader(
 @gluon.jit
 def activation(z, ACT: gl.constexpr, NORMED: gl.constexpr = False):
     """(act(x), 2 act'(x)) for x = 2 z, with t = tanh(u): y = z + z t and 2 y' = 1 + t + (1 - t^2) z du/dz. For gelu u is
-    the fit of ../gdpa/elementwise.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
+    the fit of ../activations.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
     z2 = z * z
     if ACT == GELU:
         z2 = gl.minimum(z2, 9.0)  # beyond, t is 1 or -1

@@ -305,7 +305,7 @@ class Attend:
             take_block=lambda do, _, W: values(do.data[:, 64 * W : 64 * W + 64].copy()),
             add_block=lambda dq, factor, past: values(dq * factor + past),
             whole=lambda facts, i: facts[i], pointer=lambda facts, i, dtype: Pointer(facts[i]),
-            accumulator_layout=lambda columns: None, gl=SimpleNamespace(**vars(LANGUAGE), static_range=range),
+            gl=SimpleNamespace(**vars(LANGUAGE), static_range=range),
         )  # fmt: skip
         names = machine.names(gdpa_backward_ranges, gdpa_backward_kernels, **stand_ins)
         return names
