@@ -39,7 +39,7 @@ from .gdpa_backward_moves import (
     send_block,
     store_rows,
 )  # fmt: skip
-from .gdpa_backward_norm import add_block, fetch_terms, normalise_block, take_block
+from .gdpa_backward_norm import add_block, fetch_terms, normalise_block, release_block, take_block
 from .gdpa_backward_ranges import (
     ADD,
     BLOCK,
@@ -230,7 +230,10 @@ def consume(
         tma.store_wait(0)
         gl.barrier()
         dq, dk, t = warpgroup_mma_wait(0, deps=(dq, dk, t))
-        arrive(free.index(stage))
+        if INNER:
+            release_block(free.index(stage), past, facts)
+        else:
+            arrive(free.index(stage))
         arrive(t_free)
         if INNER:
             dq = add_block(dq, half, past)

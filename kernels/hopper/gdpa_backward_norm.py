@@ -133,6 +133,22 @@ def take_block(do, facts, W: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _release(outputs, inputs):
+    """The barrier's address is made of a word of each instruction's that read them."""
+    (bar,), (zero,), words = inputs
+    lines = ["{ .reg .pred p; .reg .b32 x, y;", f"or.b32 x, {words[0]}, {words[4]}; or.b32 y, {words[8]}, {words[12]};"]
+    lines.append(f"or.b32 x, x, y; and.b32 x, x, {zero}; add.u32 x, x, {bar};")
+    lines.append("bar.warp.sync 0xffffffff; elect.sync _|p, 0xffffffff; @p mbarrier.arrive.shared::cta.b64 _, [x]; }")
+    return "\n".join(lines)
+
+
+@gluon.jit
+def release_block(bar, pairs, facts):
+    """Arrive where the loader waits, once `pairs` are in registers: a copy by TMA may overtake a read that is on its way."""
+    gl.inline_asm(_release, ("r", "r", "r"), [bar, whole(facts, ZERO), pairs], (), is_pure=False)
+
+
+@gluon.constexpr_function
 def _add(outputs, inputs):
     (sums,), ((factor,), values, words) = outputs, inputs
     lines = ["{ .reg .b32 x;"]

@@ -6,13 +6,13 @@ import torch
 from attention_cases import Problem
 from norm_attention_cases import arguments, check_slack
 
-from recsys_norm import ops
+from recsys_norm import ops, reference
 from recsys_norm.kernels.hopper import gdpa_backward, launch
 from recsys_norm.kernels.norm import attention_inside as inside
 from recsys_norm.kernels.norm.launch import norm_forward
 from recsys_norm.kernels.norm.terms import terms
 from recsys_norm.ops.activations import get
-from recsys_norm.testing import check_op
+from recsys_norm.testing import relative_error
 
 ARCH = 10 * torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
 pytestmark = pytest.mark.skipif(launch.why_not(ARCH) is not None, reason="needs an H100 or H200 and its driver")
@@ -163,11 +163,13 @@ def case(heads=4, **more):
     return t, options | dict(activation="gelu", inner_residual=True)
 
 
-def gradients(t, options):
+def gradients(t, options, function=None):
+    """By the op, or by another function."""
     leaves = {n: x.detach().requires_grad_(x.requires_grad) for n, x in t.items()}
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
-    y = ops.norm_attention(**leaves, residual=leaves["q_THd"], **options, **CANDIDATE)
-    dy = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").to(y.dtype)
+    run, policy = (ops.norm_attention, CANDIDATE) if function is None else (function, {})
+    y = run(**leaves, residual=leaves["q_THd"], **options, **policy)
+    dy = torch.randn(y.shape, generator=torch.Generator("cuda").manual_seed(0), device="cuda").bfloat16().to(y.dtype)
     return dict(zip(wanted, torch.autograd.grad(y, list(wanted.values()), dy)))
 
 
@@ -203,34 +205,51 @@ def test_the_op_has_the_same_bits(heads, post, switch):
 
 @pytest.mark.parametrize("inner", [True, False])
 @pytest.mark.parametrize("pre", ["layer", "rms"])
-def test_the_op_keeps_the_tolerance_rule(inner, pre, switch):
-    calls = switch(True)
-    for more in (
-        dict(residual=True),
-        dict(post="layer", affine=False),
-        dict(post=None),
-        dict(on="qk", param_dtype=torch.float32),
-    ):
+def test_the_op_errs_no_more(inner, pre, switch):
+    """Against fp64, beside the norm kernels around the attention's."""
+    for more in (dict(), dict(post="layer", affine=False), dict(post=None), dict(on="qk", param_dtype=torch.float32)):
         t, options = case(pre=pre, **more)
-        check_op("norm_attention", t, options | dict(inner_residual=inner), CANDIDATE)
-    assert len(calls) >= 4
-    t, options = case(pre=pre, residual=True, slack=3)
-    check_slack(t, options | dict(inner_residual=inner), CANDIDATE, 3, 3e-2)
+        options |= dict(inner_residual=inner)
+        double = {n: x.detach().double() if x.is_floating_point() else x for n, x in t.items()}
+        double = {n: x.requires_grad_(t[n].requires_grad) for n, x in double.items()}
+        exact = gradients(double, options | dict(eps=1e-5), reference.norm_attention)
+        found = {}
+        for on in (False, True):
+            calls = switch(on)
+            before = len(calls)
+            found[on] = gradients(t, options | dict(eps=1e-5))
+            assert len(calls) == before + on
+        for name in exact:
+            old, new = (relative_error(found[on][name], exact[name], rows=False) for on in (False, True))
+            assert new <= 1.05 * old + 1e-3, (name, old, new)
 
 
-def test_what_the_op_leaves_to_other_kernels(switch):
+def test_rows_past_the_last_offset(switch):
     calls = switch(True)
-    for more, changed in (
-        (dict(scope="head"), {}),
-        (dict(on="k"), {}),
-        ({}, dict(activation="silu")),
-        ({}, dict(activation=("gelu", "gelu", "gelu_tanh", "gelu"))),
-        (dict(dtype=torch.float16), {}),
-        ({}, dict(causal=True)),
+    for inner in (True, False):
+        t, options = case(residual=True, slack=3)
+        check_slack(t, options | dict(inner_residual=inner), CANDIDATE, 3, 3e-2)
+    assert calls
+
+
+def test_what_it_serves(switch):
+    from recsys_norm.ops.norm_attention import _problem, _unpack
+
+    def serves(
+        activation="gelu", scope="all_heads", on="q", causal=False, softmax=False, most=128, dtype=torch.bfloat16
     ):
-        t, options = case(**more)
-        check_op("norm_attention", t, options | changed, CANDIDATE)
-    assert not calls
+        q, k = (torch.zeros(n, 4, 128, device="cuda", dtype=dtype) for n in (70, 40))
+        spec = _unpack(70, most, activation, softmax, 0.1, causal, None, "layer", on, scope, "rms", True)
+        offsets = torch.tensor([0, 70], device="cuda")
+        return inside.fits(_problem(q, k, (None,) * 6, False, spec, 1e-5, True), q, k, k, q, offsets)
+
+    switch(True)
+    assert serves() and serves(activation="gelu_tanh") and serves(on="qk")
+    assert not serves(scope="head") and not serves(on="k") and not serves(activation="silu")
+    assert not serves(activation="gelu,gelu,gelu_tanh,gelu") and not serves(causal=True) and not serves(softmax=True)
+    assert not serves(most=129) and not serves(dtype=torch.float16)
+    switch(False)
+    assert not serves()
 
 
 def test_memory(switch):

@@ -303,6 +303,7 @@ class Attend:
             clear=clear, keep_rows=keep_rows, send_block=send_block, store_rows=store_rows, leave=leave,
             add_left=add_left, clear_slack=clear_slack, fetch_terms=fetch_terms, normalise_block=normalise_block,
             take_block=lambda do, _, W: values(do.data[:, 64 * W : 64 * W + 64].copy()),
+            release_block=lambda bar, past, _: machine.arrive(bar),
             add_block=lambda dq, factor, past: values(dq * factor + past),
             whole=lambda facts, i: facts[i], pointer=lambda facts, i, dtype: Pointer(facts[i]),
             gl=SimpleNamespace(**vars(LANGUAGE), static_range=range),
