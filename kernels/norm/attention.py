@@ -156,7 +156,6 @@ def _pre_backward(
 ):
     """(dx, dweight, dbias). `past` is added to dy and `add` to dx, where there is a norm. dy is this
     module's, so dx may take its memory."""
-    from recsys_norm.kernels.norm import attention_inside
     from recsys_norm.kernels.norm.launch import norm_backward
 
     if not any(needs):
@@ -177,7 +176,7 @@ def _pre_backward(
         dweight=problem.param_dtype if needs[1] else None,
         dbias=problem.param_dtype if needs[2] else None,
         cut=side.cut,
-        overwrite=attention_inside.ENABLED,
+        overwrite=True,
     )
     return g.dz.view(dy.shape) if needs[0] else None, g.dweight, g.dbias
 

@@ -9,14 +9,12 @@ from torch import Tensor
 
 from recsys_norm.ops.problem import AttentionSpec, Problem
 
-ENABLED = False  # not chosen before it is measured
-
 
 def fits(problem: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, q_offsets: Tensor) -> bool:
     """Whether the kernel takes q as it is before the norm, [T, H, d], with normalised k and the gradient at the output."""
     spec = problem.attention
     normed = spec.pre_norm is not None and "q" in spec.pre_norm_on and spec.pre_norm_scope == "all_heads"
-    if not (ENABLED and normed and q.is_cuda) or spec.softmax or spec.causal or spec.window is not None:
+    if not (normed and q.is_cuda) or spec.softmax or spec.causal or spec.window is not None:
         return False
     if len(set(spec.activation)) > 1 or q_offsets.numel() == 1 or q.numel() == 0 or k.numel() == 0:
         return False

@@ -93,7 +93,6 @@ def stands_in(monkeypatch):
         spec = problem.attention
         return spec.pre_norm is not None and "q" in spec.pre_norm_on and spec.pre_norm_scope == "all_heads"
 
-    monkeypatch.setattr(inside, "ENABLED", True)
     monkeypatch.setattr(inside, "fits", fits)
     monkeypatch.setattr(gdpa_backward, "backward", backward)
     monkeypatch.setattr(registry, "_candidates", lambda problem, direction: ((SEPARATE,), ()))
@@ -125,14 +124,11 @@ def test_rows_past_the_last_offset_and_q_as_its_own_residual(inner, stands_in):
     assert stands_in
 
 
-def test_what_it_serves(monkeypatch):
-    """Nothing unless it is on, and nothing on the CPU."""
+def test_it_serves_nothing_on_the_cpu():
     from recsys_norm.ops.norm_attention import _problem, _unpack
 
     t, _ = arguments(H=2, d=128, dtype=torch.bfloat16)
     q, k, v, offsets = t["q_THd"], t["k_UHd"], t["v_UHd"], t["q_offsets_B1"]
     spec = _unpack(5, 4, "gelu,gelu", False, 0.1, False, None, "layer", "q", "all_heads", "rms", True)
     problem = _problem(q, k, (None,) * 6, False, spec, 1e-5, True)
-    assert not inside.ENABLED and not inside.fits(problem, q, k, v, q, offsets)
-    monkeypatch.setattr(inside, "ENABLED", True)
     assert not inside.fits(problem, q, k, v, q, offsets)
