@@ -42,6 +42,7 @@ class Machine:
 
     def __init__(self, shared, memory):
         self.shared, self.memory = shared, memory  # uint8
+        self.arrived = []  # lanes on which copies have arrived, by instruction
 
     def run(self, text, names):
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
@@ -67,6 +68,10 @@ class Machine:
             return self._small_product(kind, operands, active)
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
+        if kind[:3] == ["cp", "async", "mbarrier"]:
+            return self.arrived.append(int(active.sum()))
+        if kind[0] == "cp":
+            return self._copy(*operands, active)
         if kind[0] in ("stmatrix", "ldmatrix"):
             return self._matrices(kind, *operands[:: 1 if kind[0] == "stmatrix" else -1])
         target, *sources = operands
@@ -122,6 +127,16 @@ class Machine:
         return {"mov": lambda a: a, "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "and": lambda a, b: a & b,
                 "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "shl": lambda a, b: a << b,
                 "shr": lambda a, b: a >> b}[op](*v) & mask  # fmt: skip
+
+    def _copy(self, to, at, size, active):
+        """From memory to shared memory."""
+        places = []
+        for address in (to, at):
+            base, _, offset = address.strip("[]").partition("+")
+            start = self.registers[base.strip()] + int(offset or 0)
+            assert not (start[active] % int(size)).any(), "a copy is not aligned"
+            places.append((start[:, None] + np.arange(int(size)))[active])
+        self.shared[places[0]] = self.memory[places[1]]
 
     def _move(self, kind, operands, active):
         where = self.shared if "shared" in kind else self.memory

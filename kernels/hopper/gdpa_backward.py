@@ -1,7 +1,9 @@
-"""Backward of jagged attention without norms on Hopper, for at most 128 keys per sequence (kernel in
-gdpa_backward_kernels.py)."""
+"""Backward of jagged attention on Hopper, for at most 128 keys per sequence (kernels in gdpa_backward_kernels.py and, with
+the norm of the queries inside, gdpa_backward_normed_kernels.py)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,14 @@ MAX_KEYS = 128  # of a sequence, all in shared memory
 EXTRA = 64  # what a sequence costs beside its queries, in queries: as in the kernel
 LEAST = 192  # what is worth a program, likewise
 MAX_COST = 2**29  # of a batch, likewise: the kernel counts in 32 bits, and programs times units of 64
+
+
+class Norm(NamedTuple):
+    """What makes q of its rows before the norm: (q - centre) * rstd * weight + bias."""
+
+    rows: Tensor  # [T, 2] fp32: centre and rstd
+    columns: Tensor  # [H * 16, 2, 8] fp32: weight and bias of 8 columns
+    inner: bool  # whether dq is to be the sum of the attention's and of grad, which an inner residual makes
 
 
 def fits(tensors: tuple[Tensor, ...], sequences: int, code: int, max_keys: int, arch: int) -> bool:
@@ -47,8 +57,10 @@ def backward(
     code: int,
     max_keys: int,
     scale: float,
+    norm: Norm | None = None,
 ) -> None:
-    """Fill dq, dk and dv, whole rows of them: it takes all heads. The caller has made sure that the rest fits (`fits`)."""
+    """Fill dq, dk and dv, whole rows of them: it takes all heads. The caller has made sure that the rest fits (`fits`). With
+    a norm, q is what comes before it, and dq the gradient of what comes after it; dq may be grad's memory."""
     q, k, _, _, dq, dk, dv = tensors
     batch, heads = q_offsets.numel() - 1, q.shape[1]
     some = next(t for t in tensors if t.shape[0])  # without rows there is no tensor map, and nothing that needs one
@@ -59,9 +71,10 @@ def backward(
     sums = torch.empty((programs, 2, MAX_KEYS, WIDTH), dtype=torch.float32, device=q.device)
     # Of this launch alone: CUDA graphs of torch.compile keep no tensor that outlives the call that made it.
     flags = torch.zeros(2 * launch.multiprocessors(q.device), dtype=torch.int32, device=q.device)
-    launch.get(f"gdpa_backward_{ACTIVATIONS[code]}_bf16")(
+    form = "" if norm is None else "normed_inner_" if norm.inner else "normed_"
+    launch.get(f"gdpa_backward_{form}{ACTIVATIONS[code]}_bf16")(
         programs,
-        *(*maps, dq, dk, dv, q_offsets, k_offsets, sums, flags),
+        *(*maps, dq, dk, dv, q_offsets, k_offsets, sums, flags, *(norm or ())[:2]),
         *(dq.stride(0) if q.shape[0] else dk.stride(0), batch, heads),
         *(q_offsets.element_size() // 4, k_offsets.element_size() // 4, min(max_keys, MAX_KEYS)),
         *(q.shape[0], k.shape[0], 0.5 * scale),

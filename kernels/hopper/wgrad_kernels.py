@@ -13,8 +13,8 @@ give: its P is 0.
 P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
 ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
 rstd comes split in two bf16 values and P = fma(dy, high, dy * low), two instructions per pair that round as fp32 would.
-The sums over rows are products with ones, on dy as it lies in registers; they are shared out among the CTAs that see the
-same dy. Every warp waits for slots and hands them back by itself.
+The sums over rows are made of dy as it lies in registers, behind the products; they are shared out among the CTAs that see
+the same dy. Every warp waits for slots and hands them back by itself.
 
 Partitions of a CTA, which owns tiles of dW' and a range of rows:
 
@@ -42,7 +42,7 @@ from .barriers import arrive
 from .dgrad_kernels import accumulator_layout, advance, load_dy
 from .variants import Tile, Variant
 from .wgrad_row_dots import DOT_COLUMNS, DOT_ROWS, DOT_SLOTS, dots_loader, row_dots
-from .wgrad_steps import COLUMNS, STEP, column_sums, pack_rstd, packed_layout, places, store_part, take, wait_for
+from .wgrad_steps import COLUMNS, STEP, lane_layout, pack_rstd, places, store_part, take, wait_for
 
 
 @gluon.jit
@@ -141,7 +141,7 @@ def consumer(
         acc1 = acc0
         if P1 > 0:
             acc1 = gl.zeros([COLUMNS, P1], gl.float32, accumulator_layout(1, 1, P1))
-        sums = gl.zeros([128, 4], gl.float32, packed_layout(4))
+        sums = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
         turn = 0
         p, sums, acc0, acc1 = take(
             a_s,
@@ -197,7 +197,7 @@ def consumer(
         row = (tile // col_tiles) * (2 * COLUMNS) + W * COLUMNS
         part = partial_ptr + split.to(gl.int64) * N * K
         place = sums_ptr + (split * col_tiles + share) * 2 * N
-        store_results(acc0, acc1, column_sums(sums), part, place, row, share * (P0 + P1), N, K, P1, LAYER)
+        store_results(acc0, acc1, gl.sum(sums, axis=1), part, place, row, share * (P0 + P1), N, K, P1, LAYER)
 
 
 @gluon.jit

@@ -126,26 +126,16 @@ def lane_layout():
 
 
 @gluon.constexpr_function
-def sum_line(kind, raw, sums, j):
-    """sums += the columns of 16 rows, by a product with ones, if sum<j>: every lane of a quad has them, each twice."""
-    c, a = ",".join(sums), ",".join(raw[4 * j : 4 * j + 4])
-    name = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-    return f"@sum{j} {name} {{{c}}}, {{{a}}}, {{ones, ones}}, {{{c}}};"
-
-
-@gluon.constexpr_function
-def column_sums_asm(outputs, inputs):
-    """A quad's sums, in its first lane alone."""
-    (out,), (sums,) = outputs, inputs
-    return f"""{{ .reg .b32 t; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 3; setp.eq.u32 p, t, 0;
- selp.f32 {out[0]}, {sums[0]}, 0f00000000, p; selp.f32 {out[1]}, {sums[2]}, 0f00000000, p; }}"""
-
-
-@gluon.jit
-def column_sums(sums):
-    """[64] of what `take` has added up."""
-    kind: gl.constexpr = gl.distributed_type(gl.float32, [COLUMNS, 4], lane_layout())
-    return gl.sum(gl.inline_asm(column_sums_asm, ("=&f", "f"), [sums], kind), axis=1)
+def sum_lines(kind, raw, sums, j):
+    """sums += the columns of 16 rows, if bit j of `groups` is set in g."""
+    lines = [f"and.b32 a, g, {1 << j}; setp.eq.b32 none, a, 0; @none bra.uni OVER{j};"]
+    for r in range(4 * j, 4 * j + 4):
+        if kind == "bf16":
+            low, high = f"shl.b32 a, {raw[r]}, 16; mov.b32 t, a;", f"and.b32 a, {raw[r]}, 0xffff0000; mov.b32 t, a;"
+        else:
+            low, high = f"mov.b32 {{u, v}}, {raw[r]}; cvt.f32.f16 t, u;", "cvt.f32.f16 t, v;"
+        lines += [f"{part} add.f32 {sums[r % 2]}, {sums[r % 2]}, t;" for part in (low, high)]
+    return [*lines, f"OVER{j}:"]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -171,33 +161,30 @@ def next_rows(name):
 @gluon.constexpr_function
 def take_asm(kind, p0, p1):
     """acc = (acc if follows else 0) + P^T x of a slot, scaled and multiplied 16 rows after 16 rows; sums += columns of dy
-    of the rows that bits of `groups` say. Operands are both parts of acc, P, sums, the parts and sums again (tied), the
-    two places, dy, rstd, both parts of x, follows, groups."""
+    of the rows that bits of `groups` say, behind their products. Operands are both parts of acc, P, sums, the parts and
+    sums again (tied), the two places, dy, rstd, both parts of x, follows, groups."""
     n0, n = p0 // 2, (p0 + p1) // 2
-    acc, p, sums = ([f"${first + i}" for i in range(count)] for first, count in ((0, n), (n, 16), (n + 16, 4)))
-    dy_at, factor_at, dy, factors, x0, x1, follows, groups = (f"${2 * n + 24 + i}" for i in range(8))
+    acc, p, sums = ([f"${first + i}" for i in range(count)] for first, count in ((0, n), (n, 16), (n + 16, 2)))
+    dy_at, factor_at, dy, factors, x0, x1, follows, groups = (f"${2 * n + 20 + i}" for i in range(8))
     raw = [f"raw{i}" for i in range(16)]
     parts = [(acc[:n0], "d", x0), (acc[n0:], "e", x1)][: 2 if p1 else 1]
-    lines = ["{ .reg .b64 d, e; .reg .pred more, sum<4>; .reg .b32 raw<16>, ones, g;"]
-    lines += [f"mov.b32 ones, {'0x3f803f80' if kind == 'bf16' else '0x3c003c00'};"]
+    lines = ["{ .reg .b64 d, e; .reg .pred more, none; .reg .b32 raw<16>, g; .reg .f32 t;"]
     lines += [*fetch_lines(kind, raw, dy_at, factor_at, dy, factors), f"setp.ne.b32 more, {follows}, 0;"]
     for _, name, x in parts:
         lines += descriptor_lines(name, x)
-    lines += [f"and.b32 g, {groups}, {1 << j}; setp.ne.b32 sum{j}, g, 0;" for j in range(GROUPS)]
+    lines.append(f"mov.b32 g, {groups};")
     for j in range(GROUPS):
-        lines += scale_lines(kind, p, raw, j)
-    lines += [sum_line(kind, raw, sums, j) for j in range(GROUPS)]
-    for j in range(GROUPS):
-        lines += ["wgmma.fence.sync.aligned;", *(product_line(kind, part, p, j, name) for part, name, _ in parts)]
+        lines += [*scale_lines(kind, p, raw, j), "wgmma.fence.sync.aligned;"]
+        lines += [product_line(kind, part, p, j, name) for part, name, _ in parts]
         lines += ["wgmma.commit_group.sync.aligned;", *(next_rows(name) for _, name, _ in parts)]
-        lines.append("setp.eq.b32 more, f, f;")
+        lines += ["setp.eq.b32 more, f, f;", *sum_lines(kind, raw, sums, j)]
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
 def take_constraints(registers):
-    tied = [*range(registers), *range(registers + 16, registers + 20)]
-    return ",".join(["=f"] * registers + ["=&r"] * 16 + ["=f"] * 4 + [str(i) for i in tied] + ["r"] * 8)
+    tied = [*range(registers), registers + 16, registers + 17]
+    return ",".join(["=f"] * registers + ["=&r"] * 16 + ["=f"] * 2 + [str(i) for i in tied] + ["r"] * 8)
 
 
 @gluon.jit

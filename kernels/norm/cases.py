@@ -8,7 +8,7 @@ from typing import Any
 
 from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.compile import CompileCase
-from recsys_norm.kernels.norm import backward, forward
+from recsys_norm.kernels.norm import backward, forward, terms
 from recsys_norm.kernels.norm.configs import (
     SHIPPED_TILES,
     WIDE,
@@ -130,6 +130,15 @@ def _grouped(tile: Tile, dtype: str, param: str) -> Iterator[CompileCase]:
         yield replace(case, label=f"{case.label} in groups")
 
 
+def _terms() -> CompileCase:
+    args = _types(
+        "x_ptr mean_ptr rstd_ptr weight_ptr bias_ptr rows_ptr columns_ptr M N stride_x row_blocks", "bf16", "bf16"
+    )
+    args |= {"rows_ptr": "*fp32:16", "columns_ptr": "*fp32:16"}
+    args |= dict(LAYER=True, HAS_WEIGHT=True, HAS_BIAS=True, BLOCK=terms.BLOCK)
+    return CompileCase("norm.terms", "bf16/bf16 layer", terms.terms_kernel, args, {"num_warps": terms.WARPS})
+
+
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """Every tile for Hopper, those with the most registers for the others (tiles do not depend on the GPU); with
     everything on where that is shipped, since it holds the plain variant's values and more."""
@@ -143,4 +152,5 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         yield from _grouped(Tile(512, 8), "bf16", "bf16")
         yield from _wide("bf16", "bf16", False)
         yield _reduce(1)
+        yield _terms()
     yield _reduce(1000)

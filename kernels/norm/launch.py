@@ -184,6 +184,7 @@ def norm_backward(
     dz_sum: torch.dtype | None = None,
     groups: int = 1,
     cut: Cut | None = None,
+    overwrite: bool = False,
     config: Backward | None = None,
 ) -> Gradients:
     """Gradients of `norm_forward`, as the formulas of `backward` have them.
@@ -195,13 +196,16 @@ def norm_backward(
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
         groups: as in `norm_forward`; the sums are `[groups * N]` then.
+        overwrite: dy is contiguous and of z's dtype, and dz may take its memory.
         config: instead of the shipped one, for tuning.
     """
     M, N = z.shape
     bias = bias if write_h or activation != "identity" else None
     tile = _pick(N, dy, z, more_dy, dsum)
     _check_groups(groups, M, N, tile)
-    dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
+    dz = None
+    if write_dz:  # the kernel for wide rows reads dy again after dz
+        dz = dy if overwrite and tile.block is not None else torch.empty((M, N), dtype=z.dtype, device=z.device)
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
     offsets, last = _cut_arguments(cut)
     strides = (_stride(t, tile.vec) for t in (dy, z, more_dy, dsum))
