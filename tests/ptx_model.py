@@ -48,11 +48,25 @@ class Machine:
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
         self.registers |= {"%tid.x": LANES.copy()}
         body = text.strip().removeprefix("{").removesuffix("}")
+        target = None  # of a jump forward
         for statement in (s.strip() for s in body.replace("\n", " ").split(";")):
             if statement[:1] in ("{", "}"):  # of an inner scope, whose names are unique
                 statement = statement.lstrip("{} ")
-            if statement and not statement.startswith(".reg"):
+            label, colon, after = statement.partition(":")
+            if colon and label.isidentifier():
+                target, statement = None if label == target else target, after.strip()
+            if target is not None:
+                continue
+            if "bra.uni" in statement:
+                target = self._jump(*statement.split())
+            elif statement and not statement.startswith(".reg"):
                 self._step(statement)
+
+    def _jump(self, predicate, _, label):
+        """The label, if all threads jump."""
+        active = self.registers[predicate.lstrip("@!")].astype(bool) ^ predicate.startswith("@!")
+        assert active.all() or not active.any()
+        return label if active[0] else None
 
     def _step(self, statement):
         active = np.ones(THREADS, bool)
@@ -64,8 +78,6 @@ class Machine:
         kind = name.split(".")
         if kind[0] == "wgmma":  # at once: nothing waits
             return self._product(kind, operands) if kind[1] == "mma_async" else None
-        if kind[0] == "mma":
-            return self._small_product(kind, operands, active)
         if kind[0] in ("ld", "st"):
             return self._move(kind, operands, active)
         if kind[:3] == ["cp", "async", "mbarrier"]:
@@ -175,23 +187,6 @@ class Machine:
         for i, name in enumerate(acc):
             value = result[16 * (LANES // 32) + lane // 4 + 8 * (i >> 1 & 1), 2 * (lane % 4) + (i & 1) + 8 * (i >> 2)]
             self.registers[name] = bits(value + real(self.registers[name]) if more else value)
-
-    def _small_product(self, kind, operands, active):
-        """m16n8k16 of each warp."""
-        d, a, b, c = ([n.strip() for n in group.strip("{}").split(",")] for group in operands)
-        pairs = {n: pair_of(self.registers[n], "bf16" if "bf16" in kind else "fp16") for n in a + b}
-        lane, before = LANES % 32, [real(self.registers[n]) for n in c]
-        for warp in range(4):
-            mine, left, right = LANES // 32 == warp, np.zeros((16, 16)), np.zeros((16, 8))
-            g, t = lane[mine] // 4, lane[mine] % 4
-            for half in range(2):
-                for i, name in enumerate(a):
-                    left[g + 8 * (i & 1), 2 * t + half + 8 * (i >> 1)] = pairs[name][half][mine]
-                for i, name in enumerate(b):
-                    right[2 * t + half + 8 * i, g] = pairs[name][half][mine]
-            for i, name in enumerate(d):
-                value = bits(((left @ right)[g + 8 * (i >> 1), 2 * t + (i & 1)] + before[i][mine]).astype(np.float32))
-                self.registers[name][mine] = np.where(active[mine], value, self.registers[name][mine])
 
     def _matrices(self, kind, address, registers):
         """x4: lane l of a warp has the address of row l % 8 of matrix l / 8, and of each matrix two values of row l / 4;
