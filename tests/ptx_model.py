@@ -48,11 +48,25 @@ class Machine:
         self.registers = {k: np.broadcast_to(np.asarray(v, np.int64), THREADS).copy() for k, v in names.items()}
         self.registers |= {"%tid.x": LANES.copy()}
         body = text.strip().removeprefix("{").removesuffix("}")
+        target = None  # of a jump forward
         for statement in (s.strip() for s in body.replace("\n", " ").split(";")):
             if statement[:1] in ("{", "}"):  # of an inner scope, whose names are unique
                 statement = statement.lstrip("{} ")
-            if statement and not statement.startswith(".reg"):
+            label, colon, after = statement.partition(":")
+            if colon and label.isidentifier():
+                target, statement = None if label == target else target, after.strip()
+            if target is not None:
+                continue
+            if "bra.uni" in statement:
+                target = self._jump(*statement.split())
+            elif statement and not statement.startswith(".reg"):
                 self._step(statement)
+
+    def _jump(self, predicate, _, label):
+        """The label, if all threads jump."""
+        active = self.registers[predicate.lstrip("@!")].astype(bool) ^ predicate.startswith("@!")
+        assert active.all() or not active.any()
+        return label if active[0] else None
 
     def _step(self, statement):
         active = np.ones(THREADS, bool)

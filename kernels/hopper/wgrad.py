@@ -134,10 +134,10 @@ def _finish(
     norms = torch.empty(row_blocks, 2, K, device=weight.device, dtype=torch.float32)
     kernel = launch.get(f"dw_finish_{norm}_{NAMES[weight.dtype]}_{form}")
     grid = (row_blocks, -(-K // FINISH_COLUMNS), 1)
-    kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums))
+    kernel(grid, partial, sums, weight, gamma, beta, dweight, dbias, norms, N, K, splits, len(sums), after=True)
     if not affine:
         return Gradients(dweight, dbias, None, None)
     dgamma, dbeta = weight.new_empty(K), weight.new_empty(K) if norm == "layer" else None
     kernel = launch.get(f"dw_norms_{norm}_{NAMES[weight.dtype]}")
-    kernel(-(-K // NORM_COLUMNS), norms, dgamma, dbeta, row_blocks, K)
+    kernel(-(-K // NORM_COLUMNS), norms, dgamma, dbeta, row_blocks, K, after=True)
     return Gradients(dweight, dbias, dgamma, dbeta)

@@ -13,11 +13,12 @@ give: its P is 0.
 P never leaves registers: dy passes through them as the A operand, 64 columns n of it per consumer, transposed by
 ldmatrix. What a consumer does to it competes with the tensor cores for registers and power, so it is little: for bf16,
 rstd comes split in two bf16 values and P = fma(dy, high, dy * low), two instructions per pair that round as fp32 would.
-The sums over rows are shared out: of the CTAs that see the same dy, each takes every so many slots.
+The sums over rows are made of dy as it lies in registers, behind the products; they are shared out among the CTAs that see
+the same dy. Every warp waits for slots and hands them back by itself.
 
 Partitions of a CTA, which owns tiles of dW' and a range of rows:
 
-    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd, in two parts
+    loader      one warp; TMA copies of dy and x into a ring of slots of 64 rows, with rstd (see pack_asm)
     consumers   two warpgroups, 64 columns of dy each
     row_dots    with DELTA, 2 warps and a loader of their own: see wgrad_row_dots.py
 
@@ -25,8 +26,8 @@ A consumer that waits for its products before it issues more leaves the tensor c
 fills the gap only while the two are out of step, and nothing keeps them so. Therefore a slot's products are issued
 before those of the slot before are waited for, and a consumer runs dry only if scaling takes longer than the products of
 a slot. P of two slots is in use at a time, so two steps stand in the loop's body, each with registers of its own: what a
-running product reads is never copied. Within a slot, the first 16 rows' products are queued before the next 16 rows are
-scaled, which leaves a quarter of the scaling between a slot's arrival and its first product.
+running product reads is never copied. Within a slot the products of 16 rows at a time are queued, the first as soon as its
+rows are scaled.
 
 Programs: `tiles` of them for each whole split of the rows. If more are left than make a split, they share the remaining
 rows, the last split, and each takes every so many tiles of it, one after another, through the same ring.
@@ -34,12 +35,14 @@ rows, the last split, and each takes every so many tiles of it, one after anothe
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_launch_dependents
 
+from .barriers import arrive
 from .dgrad_kernels import accumulator_layout, advance, load_dy
 from .variants import Tile, Variant
 from .wgrad_row_dots import DOT_COLUMNS, DOT_ROWS, DOT_SLOTS, dots_loader, row_dots
-from .wgrad_steps import COLUMNS, STEP, lane_layout, places, store_part, take, wait_for
+from .wgrad_steps import COLUMNS, STEP, lane_layout, pack_rstd, places, store_part, take, wait_for
 
 
 @gluon.jit
@@ -63,18 +66,9 @@ def without_constant_rows(rstd, rows, x_ptr, stride_x, limit):
 
 
 @gluon.jit
-def split_rstd(rstd, high_s, low_s, slot):
-    """fp32 values as the sum of two of bf16; as they are for fp16, which has not the range for the parts."""
-    high = rstd.to(high_s.dtype)
-    high_s.index(slot).store(high)
-    if high_s.dtype == gl.bfloat16:
-        low_s.index(slot).store((rstd - high.to(gl.float32)).to(low_s.dtype))
-
-
-@gluon.jit
 def loader(
-    dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, high_s,
-    low_s, full, free0, free1, M, steps, per_split, tiles, col_tiles, P0: gl.constexpr, P1: gl.constexpr,
+    dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s, b0_s, b1_s, factor_s,
+    full, free0, free1, M, steps, per_split, tiles, col_tiles, P0: gl.constexpr, P1: gl.constexpr,
     SLOTS: gl.constexpr, LAYER: gl.constexpr, PIECES: gl.constexpr,
 ):  # fmt: skip
     _, rank, sharers, first, steps = own_part(tiles, steps, per_split)
@@ -100,43 +94,45 @@ def loader(
                 tma.async_load(x1_desc, [m, k + P0], bar, b1_s.index(slot))
             if LAYER:
                 rstd = without_constant_rows(rstd, rows, x_ptr, stride_x, limit)
-            split_rstd(rstd, high_s, low_s, slot)
-            mbarrier.arrive(bar)
+            pack_rstd(rstd, factor_s.index(slot), "bf16" if a_s.dtype == gl.bfloat16 else "f16")
+            arrive(bar, True)
             rows += STEP
             rstd = gl.load(rstd_ptr + rows, mask=rows < M, other=0.0)
             slot, phase = advance(slot, phase, SLOTS)
 
 
 @gluon.jit
-def release(free, slot):
-    fence_async_shared()
-    mbarrier.arrive(free.index(slot))
+def own_groups(share, shares, turn):
+    """Which of the four times 16 rows of a slot this program sums, of those that see the same dy: with up to four of them
+    each takes its part of every slot, else each takes every so many slots."""
+    own = (1 << share) | (1 << (share + shares)) | (1 << (share + 2 * shares)) | (1 << (share + 3 * shares))
+    return gl.where(shares > 4, gl.where(turn == share, 15, 0), own & 15)
 
 
 @gluon.jit
 def follow(
-    p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, shares,
+    p, a_s, b0_s, b1_s, factor_s, full, free, at, slot, phase, turn, acc0, acc1, sums, share, shares,
     W: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Scale the slot after `slot` and queue its products behind those of `slot`, which read p; wait for the latter."""
     current = slot
     slot, phase = advance(slot, phase, SLOTS)
     turn = gl.where(turn == shares - 1, 0, turn + 1)
-    following, total, acc0, acc1 = take(
-        a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1
+    following, sums, acc0, acc1 = take(
+        a_s, b0_s, b1_s, factor_s, full, at, slot, phase, sums, own_groups(share, shares, turn), acc0, acc1, 1, W, P1
     )
     acc0, acc1 = wait_for(acc0, acc1, p, 1, P1)
-    release(free, current)
-    return following, slot, phase, turn, acc0, acc1, total
+    arrive(free.index(current), True)
+    return following, slot, phase, turn, acc0, acc1, sums
 
 
 @gluon.jit
 def consumer(
-    a_s, b0_s, b1_s, high_s, low_s, full, free, partial_ptr, sums_ptr, N, K, steps, per_split, tiles, col_tiles,
+    a_s, b0_s, b1_s, factor_s, full, free, partial_ptr, sums_ptr, N, K, steps, per_split, tiles, col_tiles,
     W: gl.constexpr, P0: gl.constexpr, P1: gl.constexpr, SLOTS: gl.constexpr, LAYER: gl.constexpr,
 ):  # fmt: skip
     split, rank, sharers, _, steps = own_part(tiles, steps, per_split)
-    at = places(a_s.dtype == gl.float16)
+    at = places()
     slot = 0
     phase = 0
     for tile in range(rank, tiles, sharers):
@@ -145,39 +141,67 @@ def consumer(
         acc1 = acc0
         if P1 > 0:
             acc1 = gl.zeros([COLUMNS, P1], gl.float32, accumulator_layout(1, 1, P1))
-        total = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
+        sums = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
         turn = 0
-        p, total, acc0, acc1 = take(
-            a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, share == 0, acc0, acc1, 0, W, P1
+        p, sums, acc0, acc1 = take(
+            a_s,
+            b0_s,
+            b1_s,
+            factor_s,
+            full,
+            at,
+            slot,
+            phase,
+            sums,
+            own_groups(share, col_tiles, 0),
+            acc0,
+            acc1,
+            0,
+            W,
+            P1,
         )
         for _ in range((steps - 1) // 2):
-            q, slot, phase, turn, acc0, acc1, total = follow(
-                p, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
+            q, slot, phase, turn, acc0, acc1, sums = follow(
+                p, a_s, b0_s, b1_s, factor_s, full, free, at, slot, phase, turn, acc0, acc1, sums, share, col_tiles,
                 W, P1, SLOTS,
             )  # fmt: skip
-            p, slot, phase, turn, acc0, acc1, total = follow(
-                q, a_s, b0_s, b1_s, high_s, low_s, full, free, at, slot, phase, turn, acc0, acc1, total, share, col_tiles,
+            p, slot, phase, turn, acc0, acc1, sums = follow(
+                q, a_s, b0_s, b1_s, factor_s, full, free, at, slot, phase, turn, acc0, acc1, sums, share, col_tiles,
                 W, P1, SLOTS,
             )  # fmt: skip
         acc0, acc1 = wait_for(acc0, acc1, p, 0, P1)
-        release(free, slot)
+        arrive(free.index(slot), True)
         slot, phase = advance(slot, phase, SLOTS)
         if steps % 2 == 0:  # one more, with nothing running: no copy of what a product reads is safe
             turn = gl.where(turn == col_tiles - 1, 0, turn + 1)
-            q, total, acc0, acc1 = take(
-                a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, turn == share, acc0, acc1, 1, W, P1
+            q, sums, acc0, acc1 = take(
+                a_s,
+                b0_s,
+                b1_s,
+                factor_s,
+                full,
+                at,
+                slot,
+                phase,
+                sums,
+                own_groups(share, col_tiles, turn),
+                acc0,
+                acc1,
+                1,
+                W,
+                P1,
             )
             acc0, acc1 = wait_for(acc0, acc1, q, 0, P1)
-            release(free, slot)
+            arrive(free.index(slot), True)
             slot, phase = advance(slot, phase, SLOTS)
         row = (tile // col_tiles) * (2 * COLUMNS) + W * COLUMNS
         part = partial_ptr + split.to(gl.int64) * N * K
-        sums = sums_ptr + (split * col_tiles + share) * 2 * N
-        store_results(acc0, acc1, total, part, sums, row, share * (P0 + P1), N, K, P1, LAYER)
+        place = sums_ptr + (split * col_tiles + share) * 2 * N
+        store_results(acc0, acc1, gl.sum(sums, axis=1), part, place, row, share * (P0 + P1), N, K, P1, LAYER)
 
 
 @gluon.jit
-def store_results(acc0, acc1, total, partial_ptr, sums_ptr, row, k, N, K, P1: gl.constexpr, LAYER: gl.constexpr):
+def store_results(acc0, acc1, sums, partial_ptr, sums_ptr, row, k, N, K, P1: gl.constexpr, LAYER: gl.constexpr):
     """A consumer's part of a tile, the sums of dy and, for layer norm, those of the part's rows."""
     store_part(acc0, partial_ptr, row, k, N, K)
     if P1 > 0:
@@ -188,8 +212,8 @@ def store_results(acc0, acc1, total, partial_ptr, sums_ptr, row, k, N, K, P1: gl
             across += gl.convert_layout(gl.sum(acc1, axis=1), across.type.layout, assert_trivial=True)
         rows = row + gl.arange(0, COLUMNS, across.type.layout)
         gl.store(sums_ptr + N + rows, across, mask=rows < N)
-    rows = row + gl.arange(0, COLUMNS, gl.SliceLayout(1, lane_layout()))
-    gl.store(sums_ptr + rows, gl.sum(total, axis=1), mask=rows < N)
+    rows = row + gl.arange(0, COLUMNS, sums.type.layout)
+    gl.store(sums_ptr + rows, sums, mask=rows < N)
 
 
 @gluon.jit
@@ -235,6 +259,7 @@ def dw_kernel(
     LAYER: gl.constexpr,
     DELTA: gl.constexpr,
 ):
+    gdc_launch_dependents()  # finish_kernel waits for the end
     dtype: gl.constexpr = dy0_desc.dtype
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     a_s = gl.allocate_shared_memory(dtype, [2 * SLOTS, STEP, COLUMNS], dy0_desc.layout)
@@ -242,18 +267,14 @@ def dw_kernel(
     b1_s = b0_s
     if P1 > 0:
         b1_s = gl.allocate_shared_memory(dtype, [SLOTS, STEP, P1], x1_desc.layout)
-    part: gl.constexpr = gl.bfloat16 if dtype == gl.bfloat16 else gl.float32
-    high_s = gl.allocate_shared_memory(part, [SLOTS, STEP], plain)
-    low_s = high_s
-    if dtype == gl.bfloat16:
-        low_s = gl.allocate_shared_memory(part, [SLOTS, STEP], plain)
+    factor_s = gl.allocate_shared_memory(gl.int32, [SLOTS, STEP], plain)  # rstd as pack_rstd leaves it
     full = mbarrier.allocate_mbarrier(batch=SLOTS)
     free0 = mbarrier.allocate_mbarrier(batch=SLOTS)
     free1 = mbarrier.allocate_mbarrier(batch=SLOTS)
     for i in gl.static_range(SLOTS):
         mbarrier.init(full.index(i), count=2)  # the copies, and rstd by the loader's own hand
-        mbarrier.init(free0.index(i), count=1)
-        mbarrier.init(free1.index(i), count=1)
+        mbarrier.init(free0.index(i), count=4)  # warps
+        mbarrier.init(free1.index(i), count=4)
     if DELTA:
         dots_s = gl.allocate_shared_memory(dtype, [2 * DOT_SLOTS, DOT_ROWS, DOT_COLUMNS], dots_dy_desc.layout)
         ready = mbarrier.allocate_mbarrier(batch=DOT_SLOTS)
@@ -263,14 +284,14 @@ def dw_kernel(
             mbarrier.init(taken.index(i), count=1)
         gl.warp_specialize(
             [
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
+                (consumer, (a_s, b0_s, b1_s, factor_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
                             steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
+                (consumer, (a_s, b0_s, b1_s, factor_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
                             steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (own_row_dots, (offset_ptr, delta_ptr, dots_s, ready, taken, M, N, steps, steps_per_split, tiles)),
                 (own_dots_loader, (dots_dy_desc, dots_y_desc, dots_s, ready, taken, N, steps, steps_per_split, tiles)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
-                          b0_s, b1_s, high_s, low_s, full, free0, free1, M, steps, steps_per_split, tiles,
+                          b0_s, b1_s, factor_s, full, free0, free1, M, steps, steps_per_split, tiles,
                           col_tiles, P0, P1, SLOTS, LAYER, not DELTA)),
             ],
             [4, 2, 1, 1],
@@ -279,12 +300,12 @@ def dw_kernel(
     else:
         gl.warp_specialize(
             [
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
+                (consumer, (a_s, b0_s, b1_s, factor_s, full, free0, partial_ptr, sums_ptr, N, K, steps,
                             steps_per_split, tiles, col_tiles, gl.constexpr(0), P0, P1, SLOTS, LAYER)),
-                (consumer, (a_s, b0_s, b1_s, high_s, low_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
+                (consumer, (a_s, b0_s, b1_s, factor_s, full, free1, partial_ptr, sums_ptr, N, K, steps,
                             steps_per_split, tiles, col_tiles, gl.constexpr(1), P0, P1, SLOTS, LAYER)),
                 (loader, (dy0_desc, dy1_desc, dy2_desc, piece, x0_desc, x1_desc, x_ptr, stride_x, limit, rstd_ptr, a_s,
-                          b0_s, b1_s, high_s, low_s, full, free0, free1, M, steps, steps_per_split, tiles,
+                          b0_s, b1_s, factor_s, full, free0, free1, M, steps, steps_per_split, tiles,
                           col_tiles, P0, P1, SLOTS, LAYER, not DELTA)),
             ],
             [4, 1],

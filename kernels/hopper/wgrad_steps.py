@@ -9,7 +9,8 @@ keep nothing.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from .barriers import await_phase
 
 COLUMNS = gl.constexpr(64)  # of dy, per consumer
 STEP = gl.constexpr(64)  # rows of a slot
@@ -36,55 +37,74 @@ def packed_layout(registers):
 
 
 @gluon.constexpr_function
-def places_asm(outputs, inputs):
-    """Where a lane's rows of dy, of all columns of its warp, and its values of rstd begin."""
-    (dy, factors), (wide,) = outputs[0], inputs[0]
-    return f"""{{ .reg .b32 t, r, i, c; .reg .pred p; mov.u32 t, %tid.x; and.b32 t, t, 127;
- and.b32 r, t, 7; bfe.u32 i, t, 4, 1; shl.b32 i, i, 3; add.u32 r, r, i; shl.b32 {dy}, r, 7;
- shr.u32 c, t, 5; shl.b32 c, c, 1; bfe.u32 i, t, 3, 1; add.u32 c, c, i; and.b32 r, r, 7; xor.b32 c, c, r; shl.b32 c, c, 4;
- add.u32 {dy}, {dy}, c; setp.ne.b32 p, {wide}, 0;
- and.b32 r, t, 24; shl.b32 r, r, 1; and.b32 c, t, 3; shl.b32 c, c, 3; selp.b32 {factors}, c, r, p; }}"""
+def pack_asm(kind, inputs):
+    """Store rstd of rows 2 l and 2 l + 1, which lane l has: 16 bytes for each lane of a quad and 16 rows, their values for
+    m = 2 t + {0, 1} and for m + 8. For bf16, value = high + low, both bf16; fp16 has not the range for the parts."""
+    (first, second), (at,) = inputs
+    lines = ["{ .reg .b32 t, a, b, h, l; .reg .f32 x, y; mov.u32 t, %tid.x; and.b32 t, t, 31; and.b32 a, t, 24;"]
+    lines += ["shl.b32 a, a, 3; and.b32 b, t, 3; shl.b32 b, b, 4; add.u32 a, a, b; and.b32 b, t, 4; shl.b32 b, b, 1;"]
+    lines += [f"add.u32 a, a, b; add.u32 a, a, {at};"]
+    if kind == "bf16":
+        lines += [f"cvt.rn.bf16x2.f32 h, {second}, {first}; shl.b32 b, h, 16; mov.b32 x, b; and.b32 b, h, 0xffff0000;"]
+        lines += [f"mov.b32 y, b; sub.f32 x, {first}, x; sub.f32 y, {second}, y; cvt.rn.bf16x2.f32 l, y, x;"]
+    else:
+        lines += [f"mov.b32 h, {first}; mov.b32 l, {second};"]
+    return "\n".join([*lines, "st.shared.v2.b32 [a], {h, l}; }"])
+
+
+@gluon.constexpr_function
+def pack_text(kind):
+    return pack_asm(kind, (("$0", "$1"), ("$2",)))
 
 
 @gluon.jit
-def places(wide):
+def pack_rstd(rstd, factors, kind: gl.constexpr):
+    text: gl.constexpr = pack_text(kind)
+    gl.inline_asm(text, "f,f,r,~{memory}", [rstd, factors], (), is_pure=False)
+
+
+@gluon.constexpr_function
+def places_asm(outputs, inputs):
+    """Where a lane's rows of dy, of all columns of its warp, and its values of rstd begin."""
+    dy, factors = outputs[0]
+    return f"""{{ .reg .b32 t, r, i, c; mov.u32 t, %tid.x; and.b32 t, t, 127;
+ and.b32 r, t, 7; bfe.u32 i, t, 4, 1; shl.b32 i, i, 3; add.u32 r, r, i; shl.b32 {dy}, r, 7;
+ shr.u32 c, t, 5; shl.b32 c, c, 1; bfe.u32 i, t, 3, 1; add.u32 c, c, i; and.b32 r, r, 7; xor.b32 c, c, r; shl.b32 c, c, 4;
+ add.u32 {dy}, {dy}, c; and.b32 c, t, 3; shl.b32 {factors}, c, 4; }}"""
+
+
+@gluon.jit
+def places():
     like = gl.zeros([128, 2], gl.int32, packed_layout(2))
-    return gl.inline_asm(places_asm, ("=&r", "r"), [wide], like.type, is_pure=False)
+    return gl.inline_asm(places_asm, ("=&r",), [], like.type, is_pure=False)
 
 
 @gluon.constexpr_function
-def load_lines(at, raw):
-    """The 16 registers of dy, transposed."""
+def fetch_lines(kind, raw, dy_at, factor_at, dy, factors):
+    """dy, transposed, and rstd: two bf16 per value for bf16, else fp32."""
     load = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16"
-    return [f"{load} {{{','.join(raw[4 * j : 4 * j + 4])}}}, [{at} + {16 * ROW_BYTES * j}];" for j in range(GROUPS)]
-
-
-@gluon.constexpr_function
-def fetch_lines(kind, p, dy_at, factor_at, dy, high, low):
-    """dy into the registers of P and rstd into registers of its own: two bf16 per value for bf16, else fp32."""
     lines = [".reg .b32 a, f, high<8>, low<8>; .reg .b16 u, v; .reg .f32 fx, fy, factor<16>;"]
-    lines += [f"add.u32 a, {dy}, {dy_at};", *load_lines("a", p)]
-    for name, source in (("high", high), ("low", low)) if kind == "bf16" else ():
-        lines.append(f"add.u32 f, {source}, {factor_at};")
-        for half in range(2):
-            four = ",".join(f"{name}{4 * half + i}" for i in range(4))
-            lines.append(f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{{four}}}, [f + {64 * half}];")
-    if kind == "f16":
-        lines.append(f"add.u32 f, {high}, {factor_at};")
-        lines += [f"ld.shared.v2.f32 {{factor{2 * i}, factor{2 * i + 1}}}, [f + {32 * i}];" for i in range(8)]
+    lines.append(f"add.u32 a, {dy}, {dy_at}; add.u32 f, {factors}, {factor_at};")
+    for j in range(GROUPS):
+        if kind == "bf16":
+            four, form = f"high{2 * j}, low{2 * j}, high{2 * j + 1}, low{2 * j + 1}", "b32"
+        else:
+            four, form = ", ".join(f"factor{4 * j + i}" for i in range(4)), "f32"
+        lines.append(f"{load} {{{','.join(raw[4 * j : 4 * j + 4])}}}, [a + {16 * ROW_BYTES * j}];")
+        lines.append(f"ld.shared.v4.{form} {{{four}}}, [f + {64 * j}];")
     return lines
 
 
 @gluon.constexpr_function
-def scale_lines(kind, p, j):
+def scale_lines(kind, p, raw, j):
     """P of 16 rows: fma(dy, high, dy * low) for bf16, else the product in fp32, rounded."""
     lines = []
     for r in range(4 * j, 4 * j + 4):
         i = r // 2
         if kind == "bf16":
-            lines.append(f"mul.rn.bf16x2 a, {p[r]}, low{i}; fma.rn.bf16x2 {p[r]}, {p[r]}, high{i}, a;")
+            lines.append(f"mul.rn.bf16x2 a, {raw[r]}, low{i}; fma.rn.bf16x2 {p[r]}, {raw[r]}, high{i}, a;")
         else:
-            lines.append(f"mov.b32 {{u, v}}, {p[r]}; cvt.f32.f16 fx, u; cvt.f32.f16 fy, v;")
+            lines.append(f"mov.b32 {{u, v}}, {raw[r]}; cvt.f32.f16 fx, u; cvt.f32.f16 fy, v;")
             lines.append(f"mul.rn.f32 fx, fx, factor{2 * i}; mul.rn.f32 fy, fy, factor{2 * i + 1};")
             lines.append(f"cvt.rn.f16x2.f32 {p[r]}, fy, fx;")
     return lines
@@ -106,23 +126,16 @@ def lane_layout():
 
 
 @gluon.constexpr_function
-def sum_asm(kind, outputs, inputs):
-    (out,), (start, (dy_at, _), (dy,)) = outputs, inputs
-    raw = [f"raw{r}" for r in range(16)]
-    lines = [f"{{ .reg .b32 a, raw<16>; .reg .b16 u, v; .reg .f32 t; add.u32 a, {dy}, {dy_at};", *load_lines("a", raw)]
-    for r in range(16):
-        row, first = r % 2, (start if r < 2 else out)[r % 2]
+def sum_lines(kind, raw, sums, j):
+    """sums += the columns of 16 rows, if bit j of `groups` is set in g."""
+    lines = [f"and.b32 a, g, {1 << j}; setp.eq.b32 none, a, 0; @none bra.uni OVER{j};"]
+    for r in range(4 * j, 4 * j + 4):
         if kind == "bf16":
-            low, high = f"shl.b32 a, raw{r}, 16; mov.b32 t, a;", f"and.b32 a, raw{r}, 0xffff0000; mov.b32 t, a;"
+            low, high = f"shl.b32 a, {raw[r]}, 16; mov.b32 t, a;", f"and.b32 a, {raw[r]}, 0xffff0000; mov.b32 t, a;"
         else:
-            low, high = f"mov.b32 {{u, v}}, raw{r}; cvt.f32.f16 t, u;", "cvt.f32.f16 t, v;"
-        lines += [low, f"add.f32 {out[row]}, {first}, t;", high, f"add.f32 {out[row]}, {out[row]}, t;"]
-    return "\n".join([*lines, "}"])
-
-
-@gluon.constexpr_function
-def sum_text(kind):
-    return sum_asm(kind, (("$0", "$1"),), (("$2", "$3"), ("$4", "$5"), ("$6",)))
+            low, high = f"mov.b32 {{u, v}}, {raw[r]}; cvt.f32.f16 t, u;", "cvt.f32.f16 t, v;"
+        lines += [f"{part} add.f32 {sums[r % 2]}, {sums[r % 2]}, t;" for part in (low, high)]
+    return [*lines, f"OVER{j}:"]
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -147,57 +160,52 @@ def next_rows(name):
 
 @gluon.constexpr_function
 def take_asm(kind, p0, p1):
-    """acc = (acc if follows else 0) + P^T x of a slot, scaled and multiplied 16 rows after 16 rows. Operands are both parts
-    of acc, P, the parts again (tied), the two places, dy, high, low, both parts of x, follows."""
+    """acc = (acc if follows else 0) + P^T x of a slot, scaled and multiplied 16 rows after 16 rows; sums += columns of dy
+    of the rows that bits of `groups` say, behind their products. Operands are both parts of acc, P, sums, the parts and
+    sums again (tied), the two places, dy, rstd, both parts of x, follows, groups."""
     n0, n = p0 // 2, (p0 + p1) // 2
-    acc, p = [f"${i}" for i in range(n)], [f"${n + i}" for i in range(16)]
-    dy_at, factor_at, dy, high, low, x0, x1, follows = (f"${2 * n + 16 + i}" for i in range(8))
+    acc, p, sums = ([f"${first + i}" for i in range(count)] for first, count in ((0, n), (n, 16), (n + 16, 2)))
+    dy_at, factor_at, dy, factors, x0, x1, follows, groups = (f"${2 * n + 20 + i}" for i in range(8))
+    raw = [f"raw{i}" for i in range(16)]
     parts = [(acc[:n0], "d", x0), (acc[n0:], "e", x1)][: 2 if p1 else 1]
-    lines = ["{ .reg .b64 d, e; .reg .pred more;", *fetch_lines(kind, p, dy_at, factor_at, dy, high, low)]
-    lines.append(f"setp.ne.b32 more, {follows}, 0;")
+    lines = ["{ .reg .b64 d, e; .reg .pred more, none; .reg .b32 raw<16>, g; .reg .f32 t;"]
+    lines += [*fetch_lines(kind, raw, dy_at, factor_at, dy, factors), f"setp.ne.b32 more, {follows}, 0;"]
     for _, name, x in parts:
         lines += descriptor_lines(name, x)
+    lines.append(f"mov.b32 g, {groups};")
     for j in range(GROUPS):
-        lines += [*scale_lines(kind, p, j), "wgmma.fence.sync.aligned;"]
+        lines += [*scale_lines(kind, p, raw, j), "wgmma.fence.sync.aligned;"]
         lines += [product_line(kind, part, p, j, name) for part, name, _ in parts]
-        lines += [
-            "wgmma.commit_group.sync.aligned;",
-            *(next_rows(name) for _, name, _ in parts),
-            "setp.eq.b32 more, f, f;",
-        ]
+        lines += ["wgmma.commit_group.sync.aligned;", *(next_rows(name) for _, name, _ in parts)]
+        lines += ["setp.eq.b32 more, f, f;", *sum_lines(kind, raw, sums, j)]
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
 def take_constraints(registers):
-    return ",".join(["=f"] * registers + ["=&r"] * 16 + [str(i) for i in range(registers)] + ["r"] * 8)
+    tied = [*range(registers), registers + 16, registers + 17]
+    return ",".join(["=f"] * registers + ["=&r"] * 16 + ["=f"] * 2 + [str(i) for i in tied] + ["r"] * 8)
 
 
 @gluon.jit
 def take(
-    a_s, b0_s, b1_s, high_s, low_s, full, at, slot, phase, total, sums, acc0, acc1, follows,
+    a_s, b0_s, b1_s, factor_s, full, at, slot, phase, sums, groups, acc0, acc1, follows,
     W: gl.constexpr, P1: gl.constexpr,
 ):  # fmt: skip
-    """Scale a slot and queue its products; if `sums`, add up dy, which is read again for it: registers are scarce."""
+    """Scale a slot and queue its products; add up dy of some groups of 16 rows."""
     like = gl.zeros([128, 16], gl.int32, packed_layout(16))
     kind: gl.constexpr = "bf16" if a_s.dtype == gl.bfloat16 else "f16"
-    mbarrier.wait(full.index(slot), phase)
-    dy = a_s.index(2 * slot + W)
-    high, low = high_s.index(slot), low_s.index(slot)
-    x0, x1 = b0_s.index(slot), b1_s.index(slot)
+    await_phase(full.index(slot), phase)
     asm: gl.constexpr = take_asm(kind, acc0.shape[1], P1)
     constraints: gl.constexpr = take_constraints((acc0.shape[1] + P1) // 2)
+    places_of = [at, a_s.index(2 * slot + W), factor_s.index(slot), b0_s.index(slot), b1_s.index(slot), follows, groups]
     if P1 > 0:
-        types: gl.constexpr = (acc0.type, acc1.type, like.type)
-        args = [acc0, acc1, at, dy, high, low, x0, x1, follows]
-        acc0, acc1, p = gl.inline_asm(asm, constraints, args, types, is_pure=False)
+        types: gl.constexpr = (acc0.type, acc1.type, like.type, sums.type)
+        acc0, acc1, p, sums = gl.inline_asm(asm, constraints, [acc0, acc1, sums] + places_of, types, is_pure=False)
     else:
-        types: gl.constexpr = (acc0.type, like.type)
-        acc0, p = gl.inline_asm(asm, constraints, [acc0, at, dy, high, low, x0, x1, follows], types, is_pure=False)
-    if sums:
-        text: gl.constexpr = sum_text(kind)
-        total = gl.inline_asm(text, ("=&f", "f", "r", "r"), [total, at, dy], total.type, is_pure=False)
-    return p, total, acc0, acc1
+        types: gl.constexpr = (acc0.type, like.type, sums.type)
+        acc0, p, sums = gl.inline_asm(asm, constraints, [acc0, sums] + places_of, types, is_pure=False)
+    return p, sums, acc0, acc1
 
 
 @gluon.constexpr_function

@@ -78,7 +78,7 @@ def test_the_plan_reaches_the_kernels(norm, monkeypatch):
     calls, kernels = [], launch.manifest()["90"]["kernels"]
 
     def get(name):
-        return lambda grid, *args: calls.append(
+        return lambda grid, *args, **options: calls.append(
             (name, grid, dict(zip((p["name"] for p in kernels[name]["params"]), args)))
         )
 

@@ -7,8 +7,7 @@ from ptx_model import LANES, Machine, bits, pair_of, real
 
 from recsys_norm.kernels.hopper import wgrad_steps as steps
 
-DY, HIGH, LOW, X, START = 1024, 16384, 20480, 32768, 256
-SOURCE = ("at0", "at1", "dy", "high", "low")
+DY, FACTORS, X, START = 1024, 16384, 32768, 256
 TYPES = {"bf16": "bf16", "fp16": "f16"}  # as PTX calls them
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,12 +31,9 @@ def machine(kind, columns, seed=0):
     rstd = torch.rand(64, generator=g) + 0.5
     put_tile(m, DY, dy)
     put_tile(m, X, x)
-    if kind == "bf16":
-        high = rstd.bfloat16()
-        for at, part in ((HIGH, high), (LOW, (rstd - high.float()).bfloat16())):
-            m.shared.view(np.uint16)[at // 2 :][:64] = part.view(torch.int16).numpy().view(np.uint16)
-    else:
-        m.shared.view(np.float32)[HIGH // 4 :][:64] = rstd.numpy()
+    rows = rstd.numpy().view(np.int32).astype(np.int64)
+    values = {"r0": rows[2 * (LANES % 32)], "r1": rows[2 * (LANES % 32) + 1], "at": FACTORS}
+    run(m, steps.pack_asm.fn(TYPES[kind], (("r0", "r1"), ("at",))), **values)
     return m, dy.double(), x.double(), rstd.double()
 
 
@@ -53,22 +49,19 @@ def named(text, operands):
     return text
 
 
-def places(m, kind):
-    run(m, steps.places_asm.fn((names("at", 2),), (("wide",),)), wide=int(kind == "fp16"))
-
-
-def take(m, kind, columns, more=0, **values):
-    """Runs a slot; registers d0, d1, ... of the result, p0 to p15 of P^T."""
-    acc = names("d", (columns + more) // 2)
-    operands = [*acc, *names("p", 16), *acc, *SOURCE, "place", "further", "follows"]
-    where = dict(dy=DY, high=HIGH, low=LOW, place=X, further=X + columns // 64 * 8192)
-    run(m, named(steps.take_asm.fn(TYPES[kind], columns, more), operands), **where, **values)
+def take(m, kind, columns, more=0, groups=0, **values):
+    """Runs a slot; registers d0, d1, ... of the result, p0 to p15 of P^T, s0 and s1 of the sums."""
+    acc, sums = names("d", (columns + more) // 2), names("s", 2)
+    where = dict(dy=DY, factors=FACTORS, place=X, further=X + columns // 64 * 8192, groups=groups)
+    operands = [*acc, *names("p", 16), *sums, *acc, *sums, "at0", "at1", *list(where)[:4], "follows", "groups"]
+    run(m, steps.places_asm.fn((names("at", 2),), ()))
+    text = named(steps.take_asm.fn(TYPES[kind], columns, more), operands)
+    run(m, text, **where, **dict.fromkeys(sums, bits(1.0)) | values)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_dy_is_scaled_as_the_product_wants_it(kind):
     m, dy, _, rstd = machine(kind, 64)
-    places(m, kind)
     take(m, kind, 64, follows=0, **dict.fromkeys(names("d", 32), bits(1e9)))
     expected = (dy * rstd[:, None]).numpy()
     lane, unit = LANES % 32, {"bf16": 2.0**-8, "fp16": 2.0**-11}[kind]
@@ -79,16 +72,16 @@ def test_dy_is_scaled_as_the_product_wants_it(kind):
             assert (np.abs(value - want) <= 1.01 * unit * np.abs(want)).all()
 
 
+@pytest.mark.parametrize("groups", [0, 0b1111, 0b0101, 0b1000])
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_columns_of_dy_are_summed(kind):
+def test_columns_of_dy_are_summed(kind, groups):
     m, dy, _, _ = machine(kind, 64)
-    places(m, kind)
-    text = named(steps.sum_text.fn(TYPES[kind]), ["o0", "o1", "s0", "s1", "at0", "at1", "dy"])
-    run(m, text, dy=DY, s0=bits(1.0), s1=bits(2.0))
+    take(m, kind, 64, groups=groups, follows=0, **dict.fromkeys(names("d", 32), bits(0.0)))
     total = np.zeros(64)
     for i in range(2):
-        np.add.at(total, 16 * (LANES // 32) + LANES % 32 // 4 + 8 * i, real(m.registers[f"o{i}"]) - (i + 1.0))
-    assert np.allclose(total, dy.sum(0).numpy(), atol=1e-5)
+        np.add.at(total, 16 * (LANES // 32) + LANES % 32 // 4 + 8 * i, real(m.registers[f"s{i}"]))
+    chosen = [16 * j + i for j in range(4) if groups >> j & 1 for i in range(16)]
+    assert np.allclose(total, 4.0 + dy.numpy()[chosen].sum(0), atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
@@ -97,7 +90,6 @@ def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside)
     """And nothing else is written. The second time the accumulators count, the first time not."""
     m, dy, x, rstd = machine(kind, columns)
     pitch, acc = inside + 40, names("d", columns // 2)
-    places(m, kind)
     for follows in (0, 1):
         before = {} if follows else dict.fromkeys(acc, bits(1e9))
         take(m, kind, columns, follows=follows, **before)
@@ -117,7 +109,6 @@ def test_products_of_two_slots_are_added_and_stored(kind, columns, rows, inside)
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 def test_two_parts_of_a_tile_share_p(kind):
     m, dy, x, rstd = machine(kind, 192)
-    places(m, kind)
     acc = names("d", 96)
     take(m, kind, 128, 64, follows=0, **dict.fromkeys(acc, bits(1e9)))
     expected = ((dy * rstd[:, None]).to(DTYPES[kind]).double().t() @ x).numpy()
