@@ -5,7 +5,7 @@
     python benchmarks/gdpa.py --json FILE      one JSON object per line in FILE, too
     python benchmarks/gdpa.py --activation A   another activation than gelu_tanh
 
-On Hopper the backward that is shipped is a kernel of its own; "triton" is the one-pass kernel of the other GPUs.
+On Hopper what is shipped are kernels of their own; "triton" is the kernel of the other GPUs.
 
 No time is printed for a result that fails the tolerance rule or that differs between two runs. A time is the median over
 launches that are interleaved with those of the other candidates of the shape.
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from recsys_norm.bench.timing import Stopwatch
-from recsys_norm.kernels.gdpa import launch
+from recsys_norm.kernels.gdpa import configs, launch
 from recsys_norm.kernels.gdpa.configs import Config
 from recsys_norm.ops.activations import get
 from recsys_norm.reference import attention_one
@@ -157,6 +157,8 @@ def measure(shape: Shape, sweep: bool, activation: str) -> list[dict[str, Any]]:
         candidates: dict[str, Callable[[], Any]] = {"shipped": run}
         if direction == "backward":
             candidates["triton"] = lambda run=run: run(None, 1)
+        else:
+            candidates["triton"] = lambda run=run: run(configs.forward_resident(90, WIDTH, KEYS))
         if sweep:
             for config, programs in variants:
                 name = f"{config.block_m}x{config.block_n} w{config.num_warps} s{config.num_stages} p{programs}"

@@ -6,6 +6,10 @@ from recsys_norm.testing import relative_error
 
 GEMM_OPS = ["norm", "norm_linear", "linear_norm", "linear_norm_linear"]
 FORCED = {"backend": "fused", "technique": "separate"}  # runs on any device
+# M, K, N of norm_linear for which, with 132 multiprocessors, programs of Hopper's weight gradient share a last split of the
+# rows: of one or several tiles each, odd and even numbers of slots, one part of a tile's columns or two.
+SHARED_SPLITS = [(30000, 512, 512), (65536, 512, 1024), (40000, 512, 1536), (40000, 1024, 1024), (70000, 384, 640),
+                 (50000, 760, 1128)]  # fmt: skip
 
 
 def tensors_for(op, M=17, K=24, N=20, N2=12, *, dtype=torch.float32, param_dtype=None, norm="layer", affine=True,

@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from recsys_norm.kernels.activations import activate_with_slope
 from recsys_norm.kernels.flashnorm.common import PER_HEAD, load_normed, vector
 from recsys_norm.kernels.flashnorm.streamed import LOG2E, SOFTMAX, gradient, softmax_rows
 from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand, sequence_bounds, store_tile, zero_rows
-from recsys_norm.kernels.gdpa.elementwise import activate_with_slope
 
 SIZES = [
     "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "g_token", "g_head", "part",

@@ -12,6 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from recsys_norm.kernels.activations import activate
 from recsys_norm.kernels.flashnorm.common import (
     LAYER,
     PER_HEAD,
@@ -24,7 +25,6 @@ from recsys_norm.kernels.flashnorm.common import (
 )
 from recsys_norm.kernels.flashnorm.streamed import attend
 from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand, sequence_bounds, store_tile, zero_rows
-from recsys_norm.kernels.gdpa.elementwise import activate
 
 SIZES = [
     "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "r_token", "r_head",

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from recsys_norm.kernels.activations import activate, activate_with_slope
 from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand
-from recsys_norm.kernels.gdpa.elementwise import activate, activate_with_slope
 
 SOFTMAX = tl.constexpr(-1)  # among the activations' codes
 LOG2E = tl.constexpr(1.4426950408889634)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from recsys_norm.kernels.activations import GELU
 from recsys_norm.kernels.compile import CompileCase
-from recsys_norm.kernels.gdpa import backward, configs, elementwise, forward, slack
+from recsys_norm.kernels.gdpa import backward, configs, forward, slack
 
 _VEC = {"bf16": 8, "fp16": 8, "fp32": 4}
 
@@ -50,7 +51,7 @@ def attention_case(
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """Every kernel at d = 128 (for the one-pass backward: at the widest head for which the architecture uses it), and for
     Hopper the cases that press hardest on registers."""
-    gelu = elementwise.GELU.value
+    gelu = GELU.value
     width = max(d for d in (32, 64, 128) if configs.resident_block("backward", arch, d, 2, 128))
     yield attention_case(forward.forward_resident, configs.forward_resident(arch, 128, 128), d=128)
     yield attention_case(forward.forward_streamed, configs.forward_streamed(arch, 128, 2), d=128, act=gelu, masked=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from recsys_norm.kernels.activations import activate
 from recsys_norm.kernels.gdpa.common import in_window, load_tile, operand, sequence_bounds, store_tile, zero_rows
-from recsys_norm.kernels.gdpa.elementwise import activate
 
 _SIZES = [
     "q_token", "q_head", "k_token", "k_head", "v_token", "v_head", "o_token", "o_head",

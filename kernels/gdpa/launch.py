@@ -20,7 +20,7 @@ from recsys_norm.kernels.gdpa import configs
 from recsys_norm.kernels.gdpa import forward as forward_kernels
 from recsys_norm.kernels.gdpa import slack as slack_kernels
 from recsys_norm.kernels.gdpa.configs import Config
-from recsys_norm.kernels.hopper import gdpa_backward as hopper
+from recsys_norm.kernels.hopper import gdpa_backward, gdpa_forward
 
 FAR = 1 << 30  # a window bound that no pair of positions reaches
 _MAX_GRID = (1 << 31) - 1
@@ -114,6 +114,11 @@ def strides(vector: int, *tensors: Tensor) -> list[int]:
     return [stride // vector for t in tensors for stride in (t.stride(0), t.stride(1))]
 
 
+def _is_plain(q: Tensor, spec: Spec) -> bool:
+    """Whether the kernels of ../hopper may serve this: they take all heads at once, and no window."""
+    return q.is_cuda and len(spec.runs) == 1 and not spec.masked
+
+
 def _heads(first: int, end: int, *tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t[:, first:end] for t in tensors)
 
@@ -144,13 +149,15 @@ def forward(
     config: Config | None = None,
     programs: int | None = None,
 ) -> Tensor:
-    """o[T, H, d]. `config` and `programs` (per sequence and head) override what is shipped, for tuning."""
+    """o[T, H, d], on Hopper by a kernel of its own where that takes the tensors. `config` and `programs` (per
+    sequence and head) override what is shipped for the kernels of this package, for tuning."""
     check_supported(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     batch, d = q_offsets.numel() - 1, q.shape[2]
     if batch == 0 or q.numel() == 0:
         return out.zero_()
     arch, sms = device_of(q)
+    special = config is None and programs is None and _is_plain(q, spec)
     resident = configs.resident_block("forward", arch, d, q.element_size(), spec.max_k_len)
     if resident:
         kernel = forward_kernels.forward_resident
@@ -167,6 +174,9 @@ def forward(
                     blocks, batch * heads, 2 * sms, configs.forward_waves(spec.max_q_len)
                 )
             tensors = _heads(first, end, q, k, v, out)
+            if special and gdpa_forward.fits(tensors[:3], batch, code, spec.max_k_len, arch):
+                gdpa_forward.forward(tensors, q_offsets, k_offsets, code, spec.max_k_len, spec.scale)
+                continue
             kernel[grid_of(batch * heads * blocks)](
                 *tensors, q_offsets, k_offsets, *strides(vector, *tensors),
                 batch, heads, blocks, q.shape[0], d // vector, *spec.scalars,
@@ -195,14 +205,14 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_()
     arch, batch = device_of(q)[0], q_offsets.numel() - 1
     resident = configs.resident_block("backward", arch, q.shape[2], q.element_size(), spec.max_k_len)
-    special = config is None and splits is None and q.is_cuda and len(spec.runs) == 1 and not spec.masked
+    special = config is None and splits is None and _is_plain(q, spec)
     if resident:
         config = config or configs.backward_resident(arch, q.shape[2], resident)
     with on_device(q):
         for first, end, code in spec.runs:
             tensors = _heads(first, end, q, k, v, grad, dq, dk, dv)
-            if special and hopper.fits(tensors[:4], batch, code, spec.max_k_len, arch):
-                hopper.backward(tensors, q_offsets, k_offsets, code, spec.max_k_len, spec.scale)
+            if special and gdpa_backward.fits(tensors[:4], batch, code, spec.max_k_len, arch):
+                gdpa_backward.backward(tensors, q_offsets, k_offsets, code, spec.max_k_len, spec.scale)
             elif resident:
                 _backward_resident(tensors, q_offsets, k_offsets, spec, code, config, splits)
             else:

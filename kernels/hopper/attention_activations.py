@@ -1,6 +1,6 @@
 """Activations of norm_attention's kernels on fp32 tiles, by the codes of recsys_norm.ops.activations.
 
-FAST: built on the hardware's tanh.approx, for bf16 data only, as in ../gdpa/elementwise.py, where the fit of gelu and
+FAST: built on the hardware's tanh.approx, for bf16 data only, as in ../activations.py, where the fit of gelu and
 the errors are written down.
 """
 

@@ -39,6 +39,7 @@ from .gdpa_backward_moves import (
     send_block,
     store_rows,
 )  # fmt: skip
+from .gdpa_backward_norm import add_block, fetch_terms, normalise_block, release_block, take_block
 from .gdpa_backward_ranges import (
     ADD,
     BLOCK,
@@ -86,7 +87,10 @@ def load_pair(one_desc, one, other_desc, other, bar, row, column):
 
 
 @gluon.jit
-def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, kv_full, kv_free, full, free):
+def loader(
+    q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, kv_full, kv_free, full, free, terms_s=None,
+    NORMED: gl.constexpr = False,
+):  # fmt: skip
     turn = 0
     for i in range(count_parts(facts)):
         head, row, begin, end, key, keys = part(facts, i)
@@ -108,6 +112,8 @@ def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, k
             await_phase(free.index(stage), ((turn // STAGES) & 1) ^ 1)
             mbarrier.expect(bar, 2 * q_desc.nbytes_per_cta)
             load_pair(q_desc, q_s.index(stage), do_desc, do_s.index(stage), bar, row + first, column)
+            if NORMED:
+                fetch_terms(terms_s.index(stage), bar, facts, row + first, rows - first)
             turn += 1
 
 
@@ -115,9 +121,9 @@ def loader(q_desc, k_desc, v_desc, do_desc, k_s, v_s, q_s, do_s, facts, notes, k
 
 
 @gluon.jit
-def activation(z, ACT: gl.constexpr):
+def activation(z, ACT: gl.constexpr, NORMED: gl.constexpr = False):
     """(act(x), 2 act'(x)) for x = 2 z, with t = tanh(u): y = z + z t and 2 y' = 1 + t + (1 - t^2) z du/dz. For gelu u is
-    the fit of ../gdpa/elementwise.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
+    the fit of ../activations.py; its own slope serves as that of gelu to 2.7e-4, without a second special function."""
     z2 = z * z
     if ACT == GELU:
         z2 = gl.minimum(z2, 9.0)  # beyond, t is 1 or -1
@@ -128,7 +134,11 @@ def activation(z, ACT: gl.constexpr):
         u = z * (z2 * 0.28541926508903503 + 1.5957691216057308)
         w = z * (z2 * 0.85625779526709 + 1.5957691216057308)
     t = tanh(u)
-    return z * t + z, w * (1.0 - t * t) + (1.0 + t)
+    if NORMED and ACT == GELU_TANH:  # in the order that spills nothing there
+        slope = w * (1.0 - t * t) + (1.0 + t)
+        return z * t + z, slope
+    else:
+        return z * t + z, w * (1.0 - t * t) + (1.0 + t)
 
 
 @gluon.jit
@@ -152,30 +162,47 @@ def await_block(q_s, do_s, full, turn, rows, facts):
 
 
 @gluon.jit
+def prepare_block(q_s, do_s, terms_s, full, normed, notes, place, turn, rows, facts, W: gl.constexpr):
+    """Block `turn`, of which `rows` rows are left, normalised as soon as it is there."""
+    stage = turn % STAGES
+    normalise_block(
+        q_s.index(stage), do_s.index(stage), terms_s.index(stage), full.index(stage), (turn // STAGES) & 1, normed,
+        note(notes, place, COLUMN), rows, facts, W,
+    )  # fmt: skip
+
+
+@gluon.jit
 def consume(
     dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv, turn, i, half,
-    W: gl.constexpr, ACT: gl.constexpr,
+    terms_s, normed, W: gl.constexpr, ACT: gl.constexpr, NORMED: gl.constexpr, INNER: gl.constexpr,
 ):  # fmt: skip
     """The blocks of a part. Shifts of `turn` that are always 0 keep the compiler from holding every tile's address in
-    registers. A block's dQ leaves the registers when the tensor cores have work again."""
+    registers. A block's dQ leaves the registers when the tensor cores have work again, and while they make dK and dQ the
+    next block is normalised."""
     dtype: gl.constexpr = k_s.dtype
     operand: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     k_panels = k_s.reinterpret(dtype, [8, BLOCK, BLOCK], t_s.layout)
     place = i & 1
     rows = note(notes, place, ROWS)
+    if NORMED:
+        if rows > 0:
+            prepare_block(q_s, do_s, terms_s, full, normed, notes, place, turn, rows, facts, W)
     for first in range(0, rows, BLOCK):
         stage = turn % STAGES
-        await_block(q_s, do_s, full, turn, rows - first, facts)
+        if NORMED:
+            await_phase(normed, turn & 1)
+        else:
+            await_block(q_s, do_s, full, turn, rows - first, facts)
         s = scores(k_s.index(2 * place + W + (turn >> 28)), q_s.index(stage))
         g = scores(v_s.index(2 * place + W + (turn >> 30)), do_s.index(stage))
         if first > 0:
             row = note(notes, place, ROW) + first - BLOCK
-            send_block(dq_desc, dq_s.index(W), facts, row, note(notes, place, COLUMN) + W * BLOCK, BLOCK)
+            send_block(dq_desc, dq_s.index(W), facts, row, note(notes, place, COLUMN) + W * BLOCK, BLOCK, NORMED)
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))  # the sums of the part before have left it
         s = warpgroup_mma_wait(1, deps=(s,))
-        p, slope = activation(s * half, ACT)
+        p, slope = activation(s * half, ACT, NORMED)
         p = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
         dv = warpgroup_mma(p, do_s.index(stage), dv, is_async=True)
         g = warpgroup_mma_wait(1, deps=(g,))
@@ -194,12 +221,24 @@ def consume(
         dq = warpgroup_mma(t_s.index(z).permute((1, 0)), k_panels.index(at), dq, use_acc=False, is_async=True)
         dq = warpgroup_mma(t_s.index(1 + z).permute((1, 0)), k_panels.index(at + 2), dq, is_async=True)
         turn += 1
+        if NORMED:
+            left = note(notes, place, ROWS) - BLOCK - first  # read again, so that no register holds it
+            if left > 0:
+                prepare_block(q_s, do_s, terms_s, full, normed, notes, place, turn, left, facts, W)
+        if INNER:
+            past = take_block(do_s.index(stage), facts, W)
         tma.store_wait(0)
         gl.barrier()
         dq, dk, t = warpgroup_mma_wait(0, deps=(dq, dk, t))
-        arrive(free.index(stage))
+        if INNER:
+            release_block(free.index(stage), past, facts)
+        else:
+            arrive(free.index(stage))
         arrive(t_free)
-        dq *= half  # t is twice what it should be
+        if INNER:
+            dq = add_block(dq, half, past)
+        else:
+            dq *= half  # t is twice what it should be
         keep_rows(dq, dq_s.index(W), facts)
     return dk, dv, turn
 
@@ -207,7 +246,8 @@ def consume(
 @gluon.jit
 def consumer(
     dq_desc, dk_desc, dv_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_full, kv_free, full, free, t_full,
-    t_free, half, W: gl.constexpr, ACT: gl.constexpr,
+    t_free, half, W: gl.constexpr, ACT: gl.constexpr, terms_s=None, normed=None, NORMED: gl.constexpr = False,
+    INNER: gl.constexpr = False,
 ):  # fmt: skip
     wide: gl.constexpr = accumulator_layout(WIDTH)
     turn = 0
@@ -224,7 +264,7 @@ def consumer(
         dv = gl.zeros([BLOCK, WIDTH], gl.float32, wide)
         dk, dv, turn = consume(
             dq_desc, k_s, v_s, q_s, do_s, t_s, dq_s, facts, notes, kv_free, full, free, t_full, t_free, dk, dv,
-            turn, i, half, W, ACT,
+            turn, i, half, terms_s, normed, W, ACT, NORMED, INNER,
         )  # fmt: skip
         place = i & 1
         rows = note(notes, place, ROWS)
@@ -232,7 +272,7 @@ def consumer(
         if rows > 0:
             row = note(notes, place, ROW) + last
             column = note(notes, place, COLUMN) + W * BLOCK
-            send_block(dq_desc, dq_s.index(W), facts, row, column, rows - last)
+            send_block(dq_desc, dq_s.index(W), facts, row, column, rows - last, NORMED)
         elif i > 0:
             tma.store_wait(0)
             arrive(kv_free.index(place ^ 1))

@@ -198,8 +198,9 @@ def add_left(dk, dv, facts, W: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _copy_rows(outputs, inputs):
-    """A thread copies half a row of 128 bytes, whose 16-byte pieces are swizzled in shared memory."""
+def _copy(inputs, read):
+    """A thread copies half a row of 128 bytes, whose 16-byte pieces are swizzled in shared memory. `read`: the predicate
+    of what is read, if any."""
     (tile,), (to,), (pitch,), (rows,), (zero,) = inputs
     lines = [
         f"{{ .reg .pred p; .reg .b32 t, r, s, a, x<4>; .reg .b64 at, step; mov.u32 t, %tid.x; add.u32 t, t, {zero};",
@@ -209,13 +210,24 @@ def _copy_rows(outputs, inputs):
         "cvt.u64.u32 step, r; add.s64 at, at, step; shl.b32 t, t, 2; xor.b32 s, s, t; shl.b32 s, s, 4;",
     ]
     for j in range(4):
-        lines.append(f"xor.b32 r, s, {16 * j}; add.u32 r, r, a; @p ld.shared.v4.b32 {{x0, x1, x2, x3}}, [r];")
+        lines.append(f"xor.b32 r, s, {16 * j}; add.u32 r, r, a; {read}ld.shared.v4.b32 {{x0, x1, x2, x3}}, [r];")
         lines.append(f"@p st.global.v4.b32 [at + {16 * j}], {{x0, x1, x2, x3}};")
     return "\n".join([*lines, "}"])
 
 
+@gluon.constexpr_function
+def _copy_rows(outputs, inputs):
+    return _copy(inputs, "@p ")
+
+
+@gluon.constexpr_function
+def _copy_rows_read_all(outputs, inputs):
+    """What a predicated load leaves as it was stays in registers through the kernel's loop: here nothing does."""
+    return _copy(inputs, "")
+
+
 @gluon.jit
-def send_block(desc, place, facts, row, column, rows):
+def send_block(desc, place, facts, row, column, rows, READ_ALL: gl.constexpr = False):
     """A block of dQ from shared memory. A whole one goes by TMA, which reads `place` until tma.store_wait(0); of others
     TMA would also write the rows that follow, which belong to another sequence."""
     fence_async_shared()
@@ -223,9 +235,8 @@ def send_block(desc, place, facts, row, column, rows):
     if rows < BLOCK:
         pitch = fact(facts, PITCH)
         to = pointer(facts, DQ, place.dtype) + row.to(gl.int64) * pitch + column
-        gl.inline_asm(
-            _copy_rows, "r,l,l,r,r,~{memory}", [place, to, pitch, rows, whole(facts, ZERO)], (), is_pure=False
-        )
+        copy: gl.constexpr = _copy_rows_read_all if READ_ALL else _copy_rows
+        gl.inline_asm(copy, "r,l,l,r,r,~{memory}", [place, to, pitch, rows, whole(facts, ZERO)], (), is_pure=False)
     else:
         tma.async_store(desc, [row, column], place)
 

@@ -62,6 +62,7 @@ def forward(problem: Problem, *tensors: Tensor | None) -> tuple[Tensors, Tensors
 
 def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool, ...]) -> Tensors:
     from recsys_norm.kernels.gdpa.launch import zero_slack
+    from recsys_norm.kernels.norm import attention_inside as inside
     from recsys_norm.kernels.norm.launch import norm_backward
 
     q, k, v, q_offsets, k_offsets, *parameters, post_weight, post_bias = saved[:11]
@@ -70,7 +71,8 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
     below = any(needs[:3]) or any(needs[5:9])
     result = [None] * 12
     do, add = (*grads, None)[:2]
-    if spec.post_norm is not None and (below or needs[9] or needs[10]):
+    own = spec.post_norm is not None  # do is this function's
+    if own and (below or needs[9] or needs[10]):
         g = norm_backward(
             do.flatten(1),
             hat.flatten(1),
@@ -86,13 +88,21 @@ def backward(problem: Problem, saved: Tensors, grads: Tensors, needs: tuple[bool
         )
         do = g.dz.view(q.shape) if below else None
         result[9:11] = g.dweight, g.dbias
+        del g  # as all that follows, a tensor goes when nothing needs it any more: they are of the size of q
     if not below:
         return tuple(result)
     q_side, k_side = _sides(spec, q, k, q_offsets, k_offsets, parameters)
-    qn, *_ = _pre(problem, q, q_side)
     kn, *_ = _pre(problem, k, k_side)
-    dq, dk, dv = _attend_backward(do, qn, kn, v, q_offsets, k_offsets, spec)
     past = do if spec.inner_residual else None
+    if inside.fits(problem, q, kn, v, do, q_offsets):
+        norm = inside.norm_of(*q_side[:3], q_mean, q_rstd, spec.inner_residual)
+        dq, dk, dv = inside.backward(do, q, kn, v, q_offsets, k_offsets, spec, norm, overwrite=own)
+        past = None
+    else:
+        qn, *_ = _pre(problem, q, q_side)
+        dq, dk, dv = _attend_backward(do, qn, kn, v, q_offsets, k_offsets, spec)
+        del qn
+    del do, kn
     if q_side is None:
         for extra in (past, add):
             if extra is not None:
@@ -144,7 +154,8 @@ def _pre_backward(
     past: Tensor | None = None,
     add: Tensor | None = None,
 ):
-    """(dx, dweight, dbias). `past` is added to dy and `add` to dx, where there is a norm."""
+    """(dx, dweight, dbias). `past` is added to dy and `add` to dx, where there is a norm. dy is this
+    module's, so dx may take its memory."""
     from recsys_norm.kernels.norm.launch import norm_backward
 
     if not any(needs):
@@ -165,6 +176,7 @@ def _pre_backward(
         dweight=problem.param_dtype if needs[1] else None,
         dbias=problem.param_dtype if needs[2] else None,
         cut=side.cut,
+        overwrite=True,
     )
     return g.dz.view(dy.shape) if needs[0] else None, g.dweight, g.dbias
 

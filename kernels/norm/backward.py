@@ -12,23 +12,32 @@ added up by one small kernel: no atomics, the same bits in every run.
 import triton
 import triton.language as tl
 
-from recsys_norm.kernels.activations import activate_with_slope
+from recsys_norm.kernels.activations import IDENTITY, activate_with_slope
 from recsys_norm.kernels.norm.forward import affine_cols, live_rows
 
 
 @triton.jit
-def through_activation(dy, hat, weight, bias, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, NAME: tl.constexpr):
+def through_activation(
+    dy,
+    hat,
+    weight,
+    bias,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ACT: tl.constexpr,
+    FAST: tl.constexpr,
+):
     """(act(a), dy * act'(a)) of a = hat * weight + bias; weight and bias have hat's rank."""
     a = hat
     if HAS_WEIGHT:
         a = a * weight
     if HAS_BIAS:
         a = a + bias
-    if NAME == "identity":
+    if ACT == IDENTITY:
         h = a
         da = dy
     else:
-        h, slope = activate_with_slope(a, NAME)
+        h, slope = activate_with_slope(a, ACT, FAST)
         da = dy * slope
     return h, da
 
@@ -121,6 +130,7 @@ def backward_kernel(
     reciprocal,  # 1 / N
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
@@ -183,7 +193,7 @@ def backward_kernel(
                 first = first_element(hat, z_ptr + rows * stride_z, rows < live, cols, STAGES)
                 mean = tl.load(mean_ptr + rows, mask=rows < live, other=0.0)[:, None]
             hat = standardized(hat, first, mean, rstd, LAYER, SHIFT)
-        h, da = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+        h, da = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION, FAST)
         if WRITE_H:
             tl.store(h_ptr + out, h.to(h_ptr.dtype.element_ty), mask=in_tensor)
         if SUM_WEIGHT:
@@ -251,6 +261,7 @@ def backward_wide_kernel(
     reciprocal,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
@@ -291,7 +302,7 @@ def backward_wide_kernel(
         hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
         weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
         bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-        h, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+        h, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION, FAST)
         if WRITE_H:
             tl.store(h_ptr + row * N + cols, h.to(h_ptr.dtype.element_ty), mask=in_row)
         t = t * weight
@@ -312,7 +323,7 @@ def backward_wide_kernel(
             hat = load_hat(z_ptr, cols, keep, first, mean, rstd, LAYER, HAT)
             weight = tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_WEIGHT else 1.0
             bias = tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32) if HAS_BIAS else 0.0
-            _, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+            _, t = through_activation(dy, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION, FAST)
             dz = rstd * (t * weight - mean_t - hat * mean_t_hat)
             if DSUM:
                 dz += dsum
@@ -343,6 +354,7 @@ def columns_kernel(
     heads,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAT: tl.constexpr,
@@ -380,7 +392,7 @@ def columns_kernel(
         da = tl.load(dy_ptr + (rows * stride_dy)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
         if MORE:
             da += tl.load(more_ptr + (rows * stride_more)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
-        if SUM_WEIGHT or ACTIVATION != "identity":
+        if SUM_WEIGHT or ACTIVATION != IDENTITY:
             hat = tl.load(z_ptr + (rows * stride_z)[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
             if not HAT:
                 rstd = tl.load(rstd_ptr + rows, mask=row_live, other=0.0)[:, None]
@@ -390,7 +402,7 @@ def columns_kernel(
                     first = tl.load(z_ptr + rows * stride_z, mask=row_live, other=0.0).to(tl.float32)[:, None]
                     mean = tl.load(mean_ptr + rows, mask=row_live, other=0.0)[:, None]
                 hat = standardized(hat, first, mean, rstd, LAYER, True)
-            _, da = through_activation(da, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION)
+            _, da = through_activation(da, hat, weight, bias, HAS_WEIGHT, HAS_BIAS, ACTIVATION, FAST)
             if SUM_WEIGHT:
                 sum_weight += da * hat
         if SUM_BIAS:

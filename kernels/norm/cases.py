@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.compile import CompileCase
-from recsys_norm.kernels.norm import backward, forward
+from recsys_norm.kernels.norm import backward, forward, terms
 from recsys_norm.kernels.norm.configs import (
     SHIPPED_TILES,
     WIDE,
@@ -17,6 +18,7 @@ from recsys_norm.kernels.norm.configs import (
     forward_config,
     reduce_tile,
 )
+from recsys_norm.ops.activations import get
 
 _BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
@@ -46,8 +48,8 @@ _BACKWARD_WIDE = f"{_INPUTS} dz_ptr h_ptr {_SIZES} reciprocal"
 _COLUMNS = f"{_INPUTS} partial_ptr {_SIZES}"
 
 
-def _norm(layer: bool, activation: str) -> dict[str, Any]:
-    return dict(LAYER=layer, ACTIVATION=activation, HAS_WEIGHT=True, HAS_BIAS=layer)
+def _norm(layer: bool, activation: str, dtype: str) -> dict[str, Any]:
+    return dict(LAYER=layer, ACTIVATION=get(activation).code, FAST=dtype == "bf16", HAS_WEIGHT=True, HAS_BIAS=layer)
 
 
 def _label(width, vec: int, dtype: str, param: str, layer: bool, full: bool) -> str:
@@ -58,7 +60,7 @@ def _label(width, vec: int, dtype: str, param: str, layer: bool, full: bool) -> 
 def _forward(tile: Tile, dtype: str, param: str, layer: bool, full: bool, groups: int = 1) -> CompileCase:
     """Plain, or `full`: with both residuals, both extra outputs and cut rows (an activation comes without them)."""
     config = forward_config(tile.block, _BYTES[dtype])
-    args = _types(_FORWARD, dtype, param) | _norm(layer, "identity") | dict(SHIFT=dtype == "fp32")
+    args = _types(_FORWARD, dtype, param) | _norm(layer, "identity", dtype) | dict(SHIFT=dtype == "fp32")
     args |= dict.fromkeys(("BEFORE", "AFTER", "CUT", "WRITE_Z", "WRITE_HAT"), full)
     args |= dict(GROUPS=groups, ROWS=config.rows, BLOCK=tile.block, VEC=tile.vec)
     label = _label(tile.block, tile.vec, dtype, param, layer, full)
@@ -70,7 +72,7 @@ def _backward(tile: Tile, dtype: str, param: str, layer: bool, kind: str, groups
     "activation"."""
     config = backward_config(tile.block, _BYTES[dtype], "layer" if layer else "rms", kind)
     more = kind != "plain"
-    args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if kind == "activation" else "identity")
+    args = _types(_BACKWARD, dtype, param) | _norm(layer, "gelu" if kind == "activation" else "identity", dtype)
     args |= dict(HAT=False, MORE=more, DSUM=more, CUT=more, WRITE_DZ=True, WRITE_H=more)
     args |= dict(SUM_WEIGHT=True, SUM_BIAS=layer, SUM_DZ=more, SHIFT=dtype == "fp32")
     args |= dict(GROUPS=groups)
@@ -93,7 +95,7 @@ def _backwards(tile: Tile, dtype: str, param: str, arch: int) -> Iterator[Compil
 
 def _wide(dtype: str, param: str, layer: bool) -> Iterator[CompileCase]:
     vec = 16 // _BYTES[dtype]
-    norm = _norm(layer, "gelu") | dict(CUT=True, VEC=vec)
+    norm = _norm(layer, "gelu", dtype) | dict(CUT=True, VEC=vec)
     label = _label("wide", vec, dtype, param, layer, True)
     args = _types(_FORWARD, dtype, param) | norm | dict(BEFORE=True, AFTER=True, WRITE_Z=True, WRITE_HAT=True)
     args |= dict(CHUNK=WIDE.chunk)
@@ -111,7 +113,7 @@ def _wide(dtype: str, param: str, layer: bool) -> Iterator[CompileCase]:
     yield CompileCase("norm.columns", label, backward.columns_kernel, args, {"num_warps": tile.warps})
     tile = column_tile(1 << 16, plain=True)
     args = args | dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "MORE", "CUT", "SUM_WEIGHT"), False)
-    args |= dict(ACTIVATION="identity", HAT=True, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
+    args |= dict(ACTIVATION=IDENTITY.value, HAT=True, ROWS=tile.rows, COLS=tile.cols, STAGES=tile.stages)
     yield CompileCase("norm.columns", f"sum {dtype}", backward.columns_kernel, args, {"num_warps": tile.warps})
 
 
@@ -128,6 +130,15 @@ def _grouped(tile: Tile, dtype: str, param: str) -> Iterator[CompileCase]:
         yield replace(case, label=f"{case.label} in groups")
 
 
+def _terms() -> CompileCase:
+    args = _types(
+        "x_ptr mean_ptr rstd_ptr weight_ptr bias_ptr rows_ptr columns_ptr M N stride_x row_blocks", "bf16", "bf16"
+    )
+    args |= {"rows_ptr": "*fp32:16", "columns_ptr": "*fp32:16"}
+    args |= dict(LAYER=True, HAS_WEIGHT=True, HAS_BIAS=True, BLOCK=terms.BLOCK)
+    return CompileCase("norm.terms", "bf16/bf16 layer", terms.terms_kernel, args, {"num_warps": terms.WARPS})
+
+
 def compile_cases(arch: int) -> Iterator[CompileCase]:
     """Every tile for Hopper, those with the most registers for the others (tiles do not depend on the GPU); with
     everything on where that is shipped, since it holds the plain variant's values and more."""
@@ -141,4 +152,5 @@ def compile_cases(arch: int) -> Iterator[CompileCase]:
         yield from _grouped(Tile(512, 8), "bf16", "bf16")
         yield from _wide("bf16", "bf16", False)
         yield _reduce(1)
+        yield _terms()
     yield _reduce(1000)

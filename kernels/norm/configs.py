@@ -100,6 +100,7 @@ _ACTIVATION = _MORE | {
     256: Backward(2, 1, per_sm=10, stages=3),
     512: Backward(1, 1, per_sm=8, stages=3),
     1024: Backward(1, 4, per_sm=4, stages=3),
+    2048: Backward(1, 8, per_sm=2, stages=3),
 }
 MAX_GROUP_WIDTH = 4096  # wider rows may be walked in chunks, by kernels that know one weight for all rows
 WIDE = Chunks(chunk=2048, warps=4)

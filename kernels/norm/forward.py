@@ -79,6 +79,7 @@ def forward_kernel(
     eps,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -137,7 +138,7 @@ def forward_kernel(
         y = y * weight
     if HAS_BIAS:
         y = y + bias
-    y = activate(y, ACTIVATION)
+    y = activate(y, ACTIVATION, FAST)
     if AFTER:
         after_rows = after_ptr + rows * (stride_after * VEC)
         y += tl.load(after_rows[:, None] + cols, mask=keep, other=0.0).to(tl.float32)
@@ -183,6 +184,7 @@ def forward_wide_kernel(
     eps,
     LAYER: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -247,7 +249,7 @@ def forward_wide_kernel(
             y = y * tl.load(weight_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
         if HAS_BIAS:
             y = y + tl.load(bias_ptr + cols, mask=in_row, other=0.0).to(tl.float32)
-        y = activate(y, ACTIVATION)
+        y = activate(y, ACTIVATION, FAST)
         if AFTER:
             y = y + after
         if CUT:

@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.norm import backward, forward
 from recsys_norm.kernels.norm.configs import (
     MAX_GROUP_WIDTH,
@@ -32,6 +33,7 @@ from recsys_norm.kernels.norm.configs import (
     pick_tile,
     reduce_tile,
 )
+from recsys_norm.ops.activations import get
 
 Cut = tuple[Tensor, int]
 
@@ -132,7 +134,8 @@ def norm_forward(
     arguments += (M, N // tile.vec, *(_stride(t, tile.vec) for t in (x, before, after)), *last, 1.0 / N, eps)
     options = dict(
         LAYER=norm == "layer",
-        ACTIVATION=activation,
+        ACTIVATION=get(activation).code,
+        FAST=_is_fast(x),
         HAS_WEIGHT=weight is not None,
         HAS_BIAS=bias is not None,
         BEFORE=before is not None,
@@ -181,6 +184,7 @@ def norm_backward(
     dz_sum: torch.dtype | None = None,
     groups: int = 1,
     cut: Cut | None = None,
+    overwrite: bool = False,
     config: Backward | None = None,
 ) -> Gradients:
     """Gradients of `norm_forward`, as the formulas of `backward` have them.
@@ -192,13 +196,16 @@ def norm_backward(
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
         groups: as in `norm_forward`; the sums are `[groups * N]` then.
+        overwrite: dy is contiguous and of z's dtype, and dz may take its memory.
         config: instead of the shipped one, for tuning.
     """
     M, N = z.shape
     bias = bias if write_h or activation != "identity" else None
     tile = _pick(N, dy, z, more_dy, dsum)
     _check_groups(groups, M, N, tile)
-    dz = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_dz else None
+    dz = None
+    if write_dz:  # the kernel for wide rows reads dy again after dz
+        dz = dy if overwrite and tile.block is not None else torch.empty((M, N), dtype=z.dtype, device=z.device)
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
     offsets, last = _cut_arguments(cut)
     strides = (_stride(t, tile.vec) for t in (dy, z, more_dy, dsum))
@@ -208,7 +215,8 @@ def norm_backward(
         sizes=(M, N // tile.vec, *strides, *last),
         options=dict(
             LAYER=norm == "layer",
-            ACTIVATION=activation,
+            ACTIVATION=get(activation).code,
+            FAST=_is_fast(z),
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
             HAT=hat,
@@ -230,6 +238,11 @@ def norm_backward(
     with _on(z.device):
         sums = _backward_wide(call) if config is None else _backward_rows(call, tile.block, config)
     return Gradients(dz, h, *sums)
+
+
+def _is_fast(x: Tensor) -> bool:
+    """Whether activations may use the hardware's tanh: for bf16 alone, and not where the interpreter runs the kernels."""
+    return x.dtype == torch.bfloat16 and x.is_cuda
 
 
 class _Backward(NamedTuple):
@@ -326,7 +339,7 @@ def column_sum(x: Tensor, dtype: torch.dtype, tile: Columns | None = None) -> Te
     M, N = x.shape
     vec = _pick(N, x).vec
     options = dict.fromkeys(("LAYER", "HAS_WEIGHT", "HAS_BIAS", "MORE", "DSUM", "CUT"), False)
-    options |= dict(ACTIVATION="identity", HAT=True, VEC=vec)
+    options |= dict(ACTIVATION=IDENTITY.value, FAST=False, HAT=True, VEC=vec)
     with _on(x.device):
         sizes = (M, N // vec, x.stride(0) // vec, *(0,) * 5)
         return _columns((x, *(None,) * 8), sizes, options, (None, dtype), tile or column_tile(N, plain=True))[1]

@@ -24,6 +24,9 @@ def project(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
+_FEW_ROWS = 4096  # up to which a 16-bit product may be split: its parts then are few
+
+
 def weight_product(dy: Tensor, x: Tensor) -> Tensor:
     """dy^T x in fp32. cuBLAS may add the parts of a split sum in the output's dtype, so a 16-bit output would lose bits
     that grow with the number of rows."""
@@ -35,6 +38,8 @@ def weight_product(dy: Tensor, x: Tensor) -> Tensor:
 
 
 def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    if dy.dtype == weight.dtype and dy.is_cuda and len(dy) <= _FEW_ROWS:  # no copy, which would show in small problems
+        return torch.mm(dy.t(), x)
     return weight_product(dy, x).to(weight.dtype)
 
 

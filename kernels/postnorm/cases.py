@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
+from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.compile import CompileCase
 from recsys_norm.kernels.lazy.cases import NAMES, fp32, ints, label, options, source
 from recsys_norm.kernels.lazy.configs import GemmConfig, Kind
@@ -43,7 +44,7 @@ def naive_case(kind: Kind, config: GemmConfig, layer: bool) -> CompileCase:
     args = _common(kind, config)
     args |= {name: args["residual"] for name in ("y", "z", "hat")}
     args |= {**fp32("mean_ptr", "rstd_ptr"), "eps": "fp32", "LAYER": layer, "HAS_GAMMA": True, "HAS_BETA": layer}
-    args |= {"RESIDUAL": 2, "WRITE_Z": False, "WRITE_HAT": True, "ACTIVATION": "identity"}
+    args |= {"RESIDUAL": 2, "WRITE_Z": False, "WRITE_HAT": True, "ACTIVATION": IDENTITY.value, "FAST": True}
     text = label(kind, "layer" if layer else "rms", config.BM, config.BN, config.BK)
     return CompileCase("postnorm.naive", text, naive.naive_kernel, args, options(config))
 

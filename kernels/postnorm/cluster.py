@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.lazy.common import (
     INTERPRETED,
     descriptor,
@@ -166,7 +167,7 @@ def cluster_kernel(
     d = d * rows_of(rstd, BM, BN, BLOCKS)
     post_norm(
         d, tl.full((BM,), 1.0, tl.float32), gamma_ptr, beta_ptr, residual, y, hat, row, 0, M, N, stride_residual,
-        HAS_GAMMA, HAS_BETA, "identity", RESIDUAL == AFTER, WRITE_HAT, TYPE, True, BM, BN,
+        HAS_GAMMA, HAS_BETA, IDENTITY, False, RESIDUAL == AFTER, WRITE_HAT, TYPE, True, BM, BN,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from recsys_norm.kernels.lazy.common import (
     store_tile,
 )
 from recsys_norm.kernels.lazy.configs import GemmConfig
+from recsys_norm.ops.activations import get
 
 BEFORE = tl.constexpr(1)
 AFTER = tl.constexpr(2)
@@ -126,6 +127,7 @@ def post_norm(
     HAS_GAMMA: tl.constexpr,
     HAS_BETA: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     ADD: tl.constexpr,
     WRITE_HAT: tl.constexpr,
     TYPE: tl.constexpr,
@@ -141,7 +143,7 @@ def post_norm(
         d = d * vector(gamma_ptr, col, N, BN)
     if HAS_BETA:
         d = d + vector(beta_ptr, col, N, BN)
-    d = activate(d, ACTIVATION)
+    d = activate(d, ACTIVATION, FAST)
     if ADD:
         d = d + load_tile(residual, row, col, M, N, stride_residual, TMA, BM, BN).to(tl.float32)
     store_tile(y, rounded(d, TYPE), row, col, M, N, TMA, BM, BN)
@@ -171,6 +173,7 @@ def naive_kernel(
     HAS_GAMMA: tl.constexpr,
     HAS_BETA: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    FAST: tl.constexpr,
     RESIDUAL: tl.constexpr,
     WRITE_Z: tl.constexpr,
     WRITE_HAT: tl.constexpr,
@@ -224,12 +227,12 @@ def naive_kernel(
         tl.debug_barrier()  # keeps the loads of the vectors below from being hoisted to where no register is free
         post_norm(
             left, rstd, gamma_ptr, beta_ptr, residual, y, hat, row, 0, M, N, stride_residual,
-            HAS_GAMMA, HAS_BETA, ACTIVATION, RESIDUAL == AFTER, WRITE_HAT, TYPE, TMA, BM, PART,
+            HAS_GAMMA, HAS_BETA, ACTIVATION, FAST, RESIDUAL == AFTER, WRITE_HAT, TYPE, TMA, BM, PART,
         )  # fmt: skip
         if SPLIT:
             post_norm(
                 right, rstd, gamma_ptr, beta_ptr, residual, y, hat, row, PART, M, N, stride_residual,
-                HAS_GAMMA, HAS_BETA, ACTIVATION, RESIDUAL == AFTER, WRITE_HAT, TYPE, TMA, BM, PART,
+                HAS_GAMMA, HAS_BETA, ACTIVATION, FAST, RESIDUAL == AFTER, WRITE_HAT, TYPE, TMA, BM, PART,
             )  # fmt: skip
 
 
@@ -294,7 +297,8 @@ def forward(
         HAS_BIAS=bias is not None,
         HAS_GAMMA=gamma is not None,
         HAS_BETA=beta is not None,
-        ACTIVATION=activation,
+        ACTIVATION=get(activation).code,
+        FAST=x.dtype == torch.bfloat16 and x.is_cuda,
         RESIDUAL=0 if residual is None else RESIDUAL[position],
         WRITE_Z=write_z,
         WRITE_HAT=write_hat,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from recsys_norm.kernels.activations import IDENTITY
 from recsys_norm.kernels.lazy.common import (
     INTERPRETED,
     descriptor,
@@ -209,7 +210,7 @@ def apply_kernel(
         d = d - tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
     post_norm(
         d, rstd, gamma_ptr, beta_ptr, residual, y, hat, row, col, M, N, stride_residual,
-        HAS_GAMMA, HAS_BETA, "identity", ADD, WRITE_HAT, TYPE, False, ROWS, BLOCK,
+        HAS_GAMMA, HAS_BETA, IDENTITY, False, ADD, WRITE_HAT, TYPE, False, ROWS, BLOCK,
     )  # fmt: skip
 
 

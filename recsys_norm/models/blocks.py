@@ -13,13 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from recsys_norm.models.config import EventConfig, ModelConfig
+from recsys_norm.models.mixing import mix, mix_behind
 from recsys_norm.nn import LinearNorm, LinearNormLinear, NormAttention, NormLinear, RMSNorm
 from recsys_norm.nn.linear import linear_norm_side_by_side
-
-
-def mix(weight_mn: Tensor, x_BnD: Tensor) -> Tensor:
-    """Linear over tokens: [m, n] x [B, n, D] -> [B, m, D]."""
-    return torch.bmm(weight_mn.to(x_BnD.dtype).expand(x_BnD.shape[0], -1, -1), x_BnD)
 
 
 def uniform_offsets(rows: int, n: int, device: torch.device) -> Tensor:
@@ -203,6 +199,8 @@ class Experts(nn.Module):
         super().__init__()
         for index in range(count):
             self.add_module(str(index), WukongExpert(config, n, how))
+        # Where the norm is a kernel that inductor does not see into, the stack in front of it would be a pass of its own.
+        self.in_place = how["linear"]["backend"] == "fused"
 
     def forward(self, *tokens: Tensor) -> Tensor:
         """The tokens of [X_sum | Y_1 | Y_2 ..] to those of the next X."""
@@ -210,8 +208,11 @@ class Experts(nn.Module):
         mixed = mix(torch.cat([expert.p for expert in experts]), x)
         interactions = torch.bmm(x, mixed.mT).chunk(len(experts), 2)
         fmb = torch.stack([expert(part) for expert, part in zip(experts, interactions)], 2)
-        lcb = mix(torch.stack([expert.lcb for expert in experts], 1).flatten(0, 1), x)
-        residual = torch.cat([fmb.flatten(1, 2), lcb], 1)
+        lcb = torch.stack([expert.lcb for expert in experts], 1).flatten(0, 1)
+        residual = self._stack(fmb.flatten(1, 2), lcb, x)
         B, n, D = x.shape
         out = linear_norm_side_by_side([expert.out for expert in experts], x, residual.view(B, n, len(experts) * D))
         return out.view(residual.shape)
+
+    def _stack(self, fmb: Tensor, lcb: Tensor, x: Tensor) -> Tensor:
+        return mix_behind(fmb, lcb, x) if self.in_place else torch.cat([fmb, mix(lcb, x)], 1)

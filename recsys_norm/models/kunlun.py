@@ -23,7 +23,7 @@ from recsys_norm.data.schema import Schema
 from recsys_norm.models.blocks import Experts, GatedTokenLinear, TransformerBlock, uniform_offsets
 from recsys_norm.models.config import EventConfig, ModelConfig, as_model_config, check_events
 from recsys_norm.models.sparse import EventInputs, SparseArch
-from recsys_norm.models.tokens import ContextTokens, EventTokens
+from recsys_norm.models.tokens import Clock, ContextTokens, EventTokens
 from recsys_norm.nn import LinearNorm, LinearNormLinear, NormLinear
 
 
@@ -99,6 +99,7 @@ class DenseArch(nn.Module):
         sizes = {event.name: config.events[event.name] for event in schema.events}
         self.n_sum, self.n_seeds = config.n_sum, config.n_seeds
         self.context = ContextTokens(config, schema, how)
+        self.clocks = nn.ModuleDict({event.name: Clock(sizes[event.name]) for event in schema.events})
         self.event_tokens = nn.ModuleDict(
             {event.name: EventTokens(config, sizes[event.name], event, schema, how) for event in schema.events}
         )
@@ -122,7 +123,10 @@ class DenseArch(nn.Module):
             fill = self.token_multiple, self.token_offsets.get(name, 0)
             fields, ages = _filled(self._embeddings(fields), *fill), _filled(ages, *fill)
             _mark_dynamic(fields), _mark_dynamic(ages)
-            sequences[name] = tokens(fields, offsets, ages, candidates)
+            clock = self.clocks[name](offsets, ages, fields.dtype)
+            for part in clock:
+                _mark_dynamic(part)
+            sequences[name] = tokens(fields, *clock, candidates)
         offsets = {name: events[name][1] for name in sequences}
         summaries: dict[str, Tensor | None] = dict.fromkeys(sequences)
         sum_offsets = uniform_offsets(dense.shape[0], self.n_sum, dense.device)
@@ -140,7 +144,7 @@ class DenseArch(nn.Module):
         Parts of one kind share a graph, so that compiling takes a fraction.
         """
         fixed = [self.context, self.head]
-        jagged = list(self.event_tokens.values())
+        jagged = [*self.clocks.values(), *self.event_tokens.values()]
         for layer in self.layers:
             fixed += [layer.summarize, layer.experts]
             jagged += layer.blocks.values()

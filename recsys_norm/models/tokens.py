@@ -43,14 +43,36 @@ class ContextTokens(nn.Module):
         return torch.cat(tokens, 1)
 
 
+class Clock(nn.Module):
+    """What the tokens of one event type know of time: (row [T], phase [T, 2 N_TIME], cos and sin [T, E / 2]).
+
+    Half of the angles grow with the position (0 is the newest event), by 1 radian per event down to 1 per max_len events,
+    the other half with log(1 + age), by 1 radian down to 1 / LOG_AGE. The phases are of the age alone. Nothing here has a
+    gradient; apart from the tokens, each sine is computed once a step, and not again wherever it is used.
+    """
+
+    def __init__(self, sizes: EventConfig):
+        super().__init__()
+        self.register_buffer("time_frequency", _geometric(8 * math.pi, math.pi / 2, N_TIME), persistent=False)
+        self.register_buffer("position_turn", _geometric(1.0, 1 / sizes.max_len, sizes.dim // 4), persistent=False)
+        self.register_buffer("time_turn", _geometric(LOG_AGE, 1.0, sizes.dim // 4), persistent=False)
+
+    def forward(self, offsets: Tensor, ages: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        row, position = locate(offsets, ages.shape[0])
+        log_age = torch.log1p(ages.float())[:, None] / LOG_AGE
+        phase = log_age * self.time_frequency
+        angle = torch.cat([position[:, None] * self.position_turn, log_age * self.time_turn], 1)
+        phases = torch.cat([phase.sin(), phase.cos()], 1)
+        return row, phases.to(dtype), angle.cos().to(dtype), angle.sin().to(dtype)
+
+
 class EventTokens(nn.Module):
     """Item, action and time embeddings -> MLP -> rotations. Returns packed tokens x [T, E].
 
     Where a candidate looks up the item's table, the product of both embeddings is an input too: it tells each event how
     well it matches what is ranked. With `event_products="all"` every further field f (the action) brings its products
     item x f, f x candidate and item x f x candidate, as inputs of their own: whether a match was liked.
-    Half of the feature pairs turn with the position (0 is the newest event), by 1 radian per event down to 1 per
-    max_len events, the other half with log(1 + age), by 1 radian down to 1 / LOG_AGE.
+    The feature pairs turn with the position and the age (see Clock).
     """
 
     def __init__(self, config: ModelConfig, sizes: EventConfig, event: Event, schema: Schema, how: dict):
@@ -60,19 +82,14 @@ class EventTokens(nn.Module):
         self.all_products = config.event_products == "all"
         width = n_inputs(config, event, schema) * config.tables.dim + 2 * N_TIME
         self.mlp = LinearNormLinear(width, sizes.dim, sizes.dim, norm="layer", activation="gelu", **how["linear"])
-        self.register_buffer("time_frequency", _geometric(8 * math.pi, math.pi / 2, N_TIME), persistent=False)
-        self.register_buffer("position_turn", _geometric(1.0, 1 / sizes.max_len, sizes.dim // 4), persistent=False)
-        self.register_buffer("time_turn", _geometric(LOG_AGE, 1.0, sizes.dim // 4), persistent=False)
 
-    def forward(self, fields: Tensor, offsets: Tensor, ages: Tensor, candidates: Tensor | None) -> Tensor:
-        row, position = locate(offsets, fields.shape[0])
-        log_age = torch.log1p(ages.float())[:, None] / LOG_AGE
-        phase = log_age * self.time_frequency
-        inputs = [fields, phase.sin().to(fields.dtype), phase.cos().to(fields.dtype)]
-        candidate = None if self.candidate is None else candidates[:, self.candidate].index_select(0, row)
-        inputs += self._products(fields, candidate)
-        angle = torch.cat([position[:, None] * self.position_turn, log_age * self.time_turn], 1)
-        return rotate(self.mlp(torch.cat(inputs, 1)), angle)
+    def forward(
+        self, fields: Tensor, row: Tensor, phases: Tensor, cos: Tensor, sin: Tensor, candidates: Tensor | None
+    ) -> Tensor:
+        candidate = None
+        if self.candidate is not None:  # in fp32, since its gradient is a sum over the events of a row
+            candidate = candidates[:, self.candidate].float().index_select(0, row).to(fields.dtype)
+        return rotate(self.mlp(torch.cat([fields, phases, *self._products(fields, candidate)], 1)), cos, sin)
 
     def _products(self, fields: Tensor, candidate: Tensor | None) -> list[Tensor]:
         item, *others = fields.split(self.dim, 1)
@@ -106,9 +123,8 @@ def n_inputs(config: ModelConfig, event: Event, schema: Schema) -> int:
     return len(event.fields) + has_candidate + others * (1 + 2 * has_candidate)
 
 
-def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """Turn the pairs (x[:, i], x[:, i + D/2]) by angle[:, i]; angle is [T, D/2]."""
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (x[:, i], x[:, i + D/2]) by the angles of cos and sin [:, i], which are [T, D/2]."""
     a, b = x.chunk(2, 1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], 1)
 

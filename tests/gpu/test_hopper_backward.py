@@ -5,7 +5,7 @@ import multiprocessing
 
 import pytest
 import torch
-from op_cases import tensors_for
+from op_cases import SHARED_SPLITS, tensors_for
 
 from recsys_norm import ops, reference
 from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
@@ -180,7 +180,14 @@ def test_dy_in_pieces_gives_the_bits_of_the_whole(M, K, width, count, dtype, nor
 
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize(
-    "M,K,N", [(300, 512, 512), *((128 * 150 + 17, K, 192) for K in (128, 256, 384, 512, 1024)), (262144, 512, 512)]
+    "M,K,N",
+    [
+        (300, 512, 512),
+        *((128 * 150 + 17, K, 192) for K in (128, 256, 384, 512, 1024)),
+        (262144, 512, 512),
+        (65536, 512, 1024),
+        (40000, 1024, 1024),
+    ],
 )
 def test_a26_a_thousand_launches_with_equal_bits(norm, M, K, N):
     """Through every form of the kernels: clusters, persistent loops, rings that wrap many times."""
@@ -205,6 +212,39 @@ def test_a26_a_thousand_launches_with_equal_bits(norm, M, K, N):
         for a, b in zip(run(), first):
             different += (a != b).sum()
     assert different.item() == 0
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("M,K,N", SHARED_SPLITS)
+def test_programs_that_share_the_last_split(M, K, N, norm, served):
+    check(tensors_for("norm_linear", M, K, N, norm=norm, dtype=BF16), norm, served)
+
+
+def parameters(M, K, N, norm, dtype):
+    """All gradients of parameters and, beyond 512 in-features, delta."""
+    torch.manual_seed(M)
+    dy, x, weight, gamma, beta, mean, rstd = problem(M, K, N, norm == "layer", dtype)
+    dots = None
+    if K > 512 and wgrad.makes_row_dots(dtype):
+        dots = wgrad.RowDots(torch.randn_like(dy), torch.randn(N, device="cuda"), torch.full_like(rstd, float("nan")))
+    grads = wgrad.gradients(dy, x, weight, None, gamma, beta, norm == "layer", rstd, 1e-5, dots)
+    return [*(g for g in grads if g is not None), *([dots.delta] if dots else [])]
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_programs_that_share_a_split_give_the_bits_of_programs_of_their_own(dtype, norm, monkeypatch):
+    plan = wgrad.plan
+
+    def own(*args):
+        p = plan(*args)
+        return p._replace(programs=p.tiles * p.splits)
+
+    for M, K, N in SHARED_SPLITS:
+        monkeypatch.setattr(wgrad, "plan", plan)
+        shared = parameters(M, K, N, norm, dtype)
+        monkeypatch.setattr(wgrad, "plan", own)
+        assert all(torch.equal(a, b) for a, b in zip(shared, parameters(M, K, N, norm, dtype))), (M, K, N)
 
 
 # Ragged rows and columns, tiles of every remainder of the ring's four slots, one tile and many per CTA.

@@ -5,9 +5,12 @@ import types
 
 import pytest
 import torch
+from op_cases import SHARED_SPLITS
 
 from recsys_norm.kernels.hopper import backward, dgrad, launch, lazy, wgrad
 from recsys_norm.kernels.hopper.lazy import tma_ready
+
+FAMILIES = ("dgrad_kernels", "wgrad_kernels", "wgrad_finish_kernels")
 
 
 @pytest.mark.parametrize("M", [1, 64, 65, 8192, 262144, (1 << 31) - 200])
@@ -17,18 +20,78 @@ def test_every_row_belongs_to_one_split(M, N, K):
     assert p.steps * wgrad.STEP >= M > (p.steps - 1) * wgrad.STEP
     assert p.per_split * p.splits >= p.steps > p.per_split * (p.splits - 1)  # none is empty
     assert p.tiles * wgrad.TILE_ROWS * p.columns >= N * K
-    assert p.splits == 1 or p.tiles * p.splits <= wgrad.MAX_WAVES * 132
-
-
-def test_the_last_wave_is_full_where_that_pays():
-    assert wgrad.plan(262144, 512, 512, 132).splits == 16  # 128 of 132 programs at a time
-    p = wgrad.plan(262144, 1536, 512, 132)
-    assert (p.tiles, p.splits) == (24, 11)  # two full waves, where one of 5 splits would leave 12 programs idle
+    assert p.splits == 1 or p.programs <= wgrad.MAX_WAVES * 132
 
 
 def test_three_tiles_of_128_columns_are_two_of_192():
     assert wgrad.plan(262144, 384, 384, 132).columns == 192
     assert wgrad.plan(262144, 512, 512, 132).columns == 256
+
+
+def shares(p):
+    """Of each program: its tiles and slots, as the kernel finds them."""
+    for program in range(p.programs):
+        split, rank = divmod(program, p.tiles)
+        tiles = range(rank, p.tiles, min(p.programs - split * p.tiles, p.tiles))
+        yield tiles, range(split * p.per_split, min((split + 1) * p.per_split, p.steps)), split
+
+
+@pytest.mark.parametrize("M", [1, 65, 8192, 30000, 262144])
+@pytest.mark.parametrize("N,K", [(8, 8), (256, 256), (384, 384), (512, 512), (1536, 512), (1024, 1024), (2048, 2048)])
+def test_programs_cover_every_slot_of_every_tile_once(M, N, K):
+    p = wgrad.plan(M, N, K, 132)
+    assert p.splits * p.tiles >= p.programs > (p.splits - 1) * p.tiles
+    seen = {}
+    for tiles, slots, split in shares(p):
+        assert len(tiles) and len(slots) and split < p.splits
+        for tile in tiles:
+            seen.setdefault(tile, []).append((split, slots))
+    assert sorted(seen) == list(range(p.tiles))
+    for parts in seen.values():
+        assert [s for s, _ in parts] == list(range(p.splits))  # one partial of each split
+        assert [i for _, slots in parts for i in slots] == list(range(p.steps))
+
+
+@pytest.mark.parametrize("N,K", [(512, 512), (1024, 512), (1536, 512), (1024, 1024), (512, 2048)])
+def test_a_shared_split_leaves_no_multiprocessor_idle(N, K):
+    p = wgrad.plan(262144, N, K, 132)
+    assert p.programs == 132
+    longest = max(len(tiles) * (len(slots) + wgrad.TILE_STEPS) for tiles, slots, _ in shares(p))
+    assert longest <= p.per_split + wgrad.TILE_STEPS  # that of a whole split
+    assert p.per_split <= 1.005 * p.tiles * p.steps / 132 + 8  # nearly what an exact division would give
+    assert p.per_split < p.steps / (132 // p.tiles)  # what whole splits in one wave take
+
+
+@pytest.mark.parametrize("M,K,N", SHARED_SPLITS)
+def test_where_programs_share_a_split(M, K, N):
+    p = wgrad.plan(M, N, K, 132, wgrad.TILE_COLUMNS[:1] if K > 512 else wgrad.TILE_COLUMNS)
+    assert p.programs == 132 and p.splits == 132 // p.tiles + 1
+
+
+def test_a_shared_split_must_be_worth_its_partial():
+    p = wgrad.plan(20000, 1024, 1024, 132)
+    assert (p.programs, p.splits, p.per_split) == (128, 4, 79)  # 77 slots, but a fifth partial of 4 MB
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_the_plan_reaches_the_kernels(norm, monkeypatch):
+    calls, kernels = [], launch.manifest()["90"]["kernels"]
+
+    def get(name):
+        return lambda grid, *args, **options: calls.append(
+            (name, grid, dict(zip((p["name"] for p in kernels[name]["params"]), args)))
+        )
+
+    monkeypatch.setattr(launch, "get", get)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    x, dy = (torch.zeros(262144, 512, dtype=torch.bfloat16, device="meta") for _ in range(2))
+    weight, rstd = torch.zeros(512, 512, dtype=torch.bfloat16, device="meta"), torch.zeros(262144, device="meta")
+    wgrad.gradients(dy, x, weight, None, None, None, norm == "layer", rstd, 1e-5)
+    name, grid, args = calls[0]
+    assert name == f"dw_{norm}_bf16_256" and grid == 132
+    assert args["partial_ptr"].shape[0] * args["steps_per_split"] >= args["steps"] == 4096
+    assert len(args["sums_ptr"]) == len(args["partial_ptr"]) * args["col_tiles"]
+    assert calls[1][2]["splits"] == len(args["partial_ptr"])
 
 
 def test_what_it_refuses():
@@ -83,7 +146,7 @@ def launches(monkeypatch):
 
 def test_no_kernel_spills():
     kernels = launch.manifest()["90"]["kernels"]
-    mine = {n: k for n, k in kernels.items() if k["module"] in ("dgrad_kernels", "wgrad_split_kernels")}
+    mine = {n: k for n, k in kernels.items() if k["module"] in FAMILIES}
     assert len(mine) > 20
     assert {n: k["spills"] for n, k in mine.items() if k["spills"]} == {}
 
@@ -119,7 +182,7 @@ def test_a_further_gradient_of_x_reaches_the_kernel_of_its_form(launches):
 def test_the_limit_of_constant_rows_follows_eps(eps, limit, launches):
     dy = torch.zeros(70, 32, dtype=torch.bfloat16)
     backward.backward("layer", eps, saved_for("layer"), dy, (False, True, False, False, False))
-    args = next(args for name, args in launches if name.startswith("dw_split_layer"))
+    args = next(args for name, args in launches if name.startswith("dw_layer"))
     assert args["limit"] == pytest.approx(limit, rel=2e-6)
     assert args["x_ptr"].shape == (70, 64) and args["stride_x"] == 64
 
@@ -151,7 +214,7 @@ def test_the_technique_hands_pieces_and_a_further_gradient_on(more, launches):
     needs = (True, True, False, True, False)
     grads = lazy.Lazy().backward(problem, saved_for("rms", N=128), (pieces, add) if more else (pieces,), needs)
     assert [g is not None for g in grads] == list(needs)
-    reading = [(name, args) for name, args in launches if name.startswith(("dx_", "dw_split_rms"))]
+    reading = [(name, args) for name, args in launches if name.startswith(("dx_", "dw_rms"))]
     assert len(reading) == 2
     for name, args in reading:
         assert [args[f"dy{i}_desc"].data_ptr() for i in range(2)] == [piece.data_ptr() for piece in pieces]

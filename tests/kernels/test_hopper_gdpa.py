@@ -47,7 +47,7 @@ def test_which_strides_it_takes():
 
 def test_rows():
     pair = torch.randn(5, 2, 4, 128)
-    rows = gdpa_backward._rows(pair[:, 1])
+    rows = gdpa_backward.as_matrix(pair[:, 1])
     assert torch.equal(rows, pair[:, 1].flatten(1)) and rows.data_ptr() == pair[:, 1].data_ptr()
 
 

@@ -152,7 +152,7 @@ def test_rows_go_to_places_of_their_warp_and_from_there_to_memory(places, width)
     m.run(text, values("v", registers_of(tile)) | where | {f"postnorm_joint_kernel_param_{stores.Y_MAP}": 77})
     place = lambda chunk, warp: PLACE + 2048 * (warp * places + chunk % places)  # noqa: E731
     chunks = range(2 if width > 64 else 1)
-    assert m.copies == [(32 * w, 77, 256 + 64 * c, 192 + 16 * w, place(c, w)) for c in chunks for w in range(4)]
+    assert m.tiles == [(32 * w, 77, 256 + 64 * c, 192 + 16 * w, place(c, w)) for c in chunks for w in range(4)]
     last = [1] if places == 1 else [0, 1]  # what one place holds in the end
     for chunk in last:
         for w in range(4):

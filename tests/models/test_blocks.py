@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from recsys_norm.models import blocks
 from recsys_norm.models.config import EventConfig
-from recsys_norm.models.tokens import N_TIME, EventTokens, locate, rotate
+from recsys_norm.models.tokens import N_TIME, Clock, EventTokens, locate, rotate
 
 HOW = {name: dict(backend="unfused") for name in ("linear", "attention")}
 OFFSETS = torch.tensor([0, 0, 4, 10, 10, 11], dtype=torch.int32)  # rows of 0, 4, 6, 0, 1 events
@@ -186,19 +186,23 @@ def test_locate():
 def test_rotation_turns_pairs():
     x, angle = torch.randn(4, 6), torch.randn(4, 3)
     turned = torch.complex(*x.chunk(2, 1)) * torch.polar(torch.ones(4, 3), angle)
-    torch.testing.assert_close(rotate(x, angle), torch.cat([turned.real, turned.imag], 1))
+    torch.testing.assert_close(rotate(x, angle.cos(), angle.sin()), torch.cat([turned.real, turned.imag], 1))
 
 
 def test_event_tokens_know_position_age_and_candidate():
     schema = make_schema(events=("long",))
-    tokens = EventTokens(make_config(), LONG, schema.events[0], schema, HOW)
+    tokens, clock = EventTokens(make_config(), LONG, schema.events[0], schema, HOW), Clock(LONG)
     batch = make_batch(schema, {"long": [0, 4, 6, 0, 1]})
     fields, candidates, ages = torch.randn(T, 16), torch.randn(B, 1, 8), batch.ages["long"]
+
+    def run(fields, ages, candidates):
+        return tokens(fields, *clock(OFFSETS, ages, fields.dtype), candidates)
+
     with torch.no_grad():
-        x = tokens(fields, OFFSETS, ages, candidates)
-        same = tokens(fields[:1].expand(T, -1), OFFSETS, torch.ones(T), candidates[:1].expand(B, 1, -1))
-        older = tokens(fields, OFFSETS, ages * torch.where(torch.arange(T) == 5, 1.5, 1.0), candidates)
-        other = tokens(fields, OFFSETS, ages, candidates * torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0])[:, None, None])
+        x = run(fields, ages, candidates)
+        same = run(fields[:1].expand(T, -1), torch.ones(T), candidates[:1].expand(B, 1, -1))
+        older = run(fields, ages * torch.where(torch.arange(T) == 5, 1.5, 1.0), candidates)
+        other = run(fields, ages, candidates * torch.tensor([1.0, 2.0, 1.0, 1.0, 1.0])[:, None, None])
     torch.testing.assert_close(same[3], same[10])  # both are the newest event of their row
     assert (same[3] - same[2]).norm() > 1e-2
     assert (older - x).abs().amax(1).nonzero().flatten().tolist() == [5]
@@ -213,7 +217,7 @@ def test_event_products(products, candidates):
     seen = []
     tokens.mlp.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     fields, candidate = torch.randn(T, 16), torch.randn(B, 1, 8) if candidates else None
-    tokens(fields, OFFSETS, torch.ones(T), candidate)
+    tokens(fields, *Clock(LONG)(OFFSETS, torch.ones(T), fields.dtype), candidate)
     item, action = fields.split(8, 1)
     expected = [item * action] if products == "all" else []
     if candidates:
@@ -222,3 +226,16 @@ def test_event_products(products, candidates):
         expected += [x * of_row for x in matched]
     made = seen[0][:, fields.shape[1] + 2 * N_TIME :]  # after the fields and the phases of the age
     torch.testing.assert_close(made, torch.cat([fields[:, :0], *expected], 1), rtol=0, atol=0)
+
+
+def test_the_gradient_of_a_candidate_is_summed_in_fp32():
+    """Over 2000 events of a row; bf16 sums of so many values stand still."""
+    schema, n = make_schema(events=("long",)), 2000
+    tokens = EventTokens(make_config(), LONG, schema.events[0], schema, HOW).bfloat16()
+    offsets = torch.tensor([0, n], dtype=torch.int32)
+    fields, candidate = torch.ones(n, 16, dtype=torch.bfloat16), torch.randn(1, 1, 8).bfloat16().requires_grad_()
+    tokens.mlp.forward = lambda x: x[:, -8:]  # the product with the candidate
+    clock = list(Clock(LONG)(offsets, torch.ones(n), torch.bfloat16))
+    clock[2:] = torch.ones(n, 4).bfloat16(), torch.zeros(n, 4).bfloat16()
+    tokens(fields, *clock, candidate).sum().backward()
+    torch.testing.assert_close(candidate.grad.float(), torch.full((1, 1, 8), float(n)), rtol=4e-3, atol=0)
