@@ -115,6 +115,9 @@ class Machine:
         self.registers[target] = np.where(active, value, old)
 
     def _value(self, operand, kind):
+        if operand.startswith("{"):  # two halves of a word
+            low, high = (self._value(o.strip(), kind) for o in operand.strip("{}").split(","))
+            return low & 0xFFFF | (high & 0xFFFF) << 16
         if operand.startswith("0f"):
             return np.full(THREADS, int(operand[2:], 16), np.int64)
         if re.fullmatch(r"-?(0x)?[0-9a-f]+", operand) and operand not in self.registers:

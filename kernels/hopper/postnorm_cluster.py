@@ -90,7 +90,7 @@ def forward(
     other, ends = y if side is None else side, (*vectors, mean, rstd)
     sizes = (M, N // groups, -(-K // BLOCK), members, groups, gapless_bytes(x))
     if residual is None:
-        args = (x, y, other, weight, x, None, *ends, 0, *sizes, 0)
+        args = (x, weight, y, other, x, *ends, *sizes)
     else:
         form += {"before": _BEFORE, "after": AFTER}[str(position)]
         fetch = gapless_bytes(residual)

@@ -7,7 +7,7 @@ Barriers and places come as addresses (attention_exchange.own_address), a kernel
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-X_MAP, Y_MAP, SIDE_MAP, W_MAP = 0, 5, 10, 15  # numbers of the parameters: behind a map are two sizes and two strides
+X_MAP, W_MAP, Y_MAP, SIDE_MAP = 0, 5, 10, 15  # numbers of the parameters: behind a map are two sizes and two strides
 
 
 @gluon.constexpr_function
@@ -50,6 +50,34 @@ def warp_number():
 
 
 @gluon.constexpr_function
+def _thread(outputs, inputs):
+    return f"mov.u32 {outputs[0][0]}, %tid.x;"
+
+
+@gluon.jit
+def thread_number():
+    """To be read once: each reading waits for those of shared memory."""
+    return gl.inline_asm(_thread, "=r", [], gl.int32, is_pure=False)
+
+
+@gluon.jit
+def cluster_arrive():
+    """Peers may send after this, once all threads of the cluster have come here and they themselves past cluster_wait."""
+    gl.inline_asm("barrier.cluster.arrive.release.aligned;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.jit
+def cluster_wait():
+    gl.inline_asm("barrier.cluster.wait.acquire.aligned;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.jit
+def meet_consumers():
+    """All threads of the three, by a barrier that the compiler does not use."""
+    gl.inline_asm("bar.sync 1, 384;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.constexpr_function
 def _await(outputs, inputs):
     (bar,), (phase,) = inputs
     return f"{{ .reg .pred p; {wait_text('again', bar, phase)} }}"
@@ -64,25 +92,35 @@ def await_phase(bar, phase):
 
 
 @gluon.constexpr_function
-def _load(number, size, inputs):
-    """One lane expects `size` bytes on a barrier and asks for them."""
+def _expect(outputs, inputs):
+    (bar,), (size,) = inputs
+    return f"""{{ .reg .pred e; elect.sync _|e, 0xffffffff;
+    @e mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], {size}; }}"""
+
+
+@gluon.jit
+def expect(bar, size):
+    """One lane of a warp arrives and says how many bytes are to come."""
+    gl.inline_asm(_expect, "r,r,~{memory}", [bar, size], (), is_pure=False)
+
+
+@gluon.constexpr_function
+def _load(number, inputs):
     (place,), (bar,), (k,), (row,) = inputs
-    return f"""{{ .reg .pred e; .reg .b64 d; .reg .b32 zero;
-    elect.sync _|e, 0xffffffff; mov.b32 zero, 0;
+    return f"""{{ .reg .pred e; .reg .b64 d; elect.sync _|e, 0xffffffff;
     {map_of(number)}
-    @e mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], {size};
     @e cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes
         [{place}], [d, {{{k}, {row}}}], [{bar}]; }}"""
 
 
 @gluon.constexpr_function
 def _load_x(outputs, inputs):
-    return _load(X_MAP, 8192, inputs)
+    return _load(X_MAP, inputs)
 
 
 @gluon.constexpr_function
 def _load_w(outputs, inputs):
-    return _load(W_MAP, 16384, inputs)
+    return _load(W_MAP, inputs)
 
 
 @gluon.jit
@@ -97,53 +135,112 @@ def load_w(place, bar, k, row):
     gl.inline_asm(_load_w, "r,r,r,r,~{memory}", [place, bar, k, row], (), is_pure=False)
 
 
+# ---- bias ------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _split(narrow, outputs, inputs):
+    """Thread t writes row t % 128 of the tile: a bias as the sum of three 16-bit values, and zeros."""
+    (tid,), (tile,), (v,) = inputs
+    lines = ["{ .reg .b32 at, first, second, zero; .reg .b16 h<4>; .reg .f32 f, r;"]
+    lines.append(f"and.b32 at, {tid}, 127; shl.b32 at, at, 4; add.u32 at, at, {tile}; mov.b32 zero, 0; mov.f32 r, {v};")
+    for i in range(3):
+        lines.append(f"cvt.rn.{narrow}.f32 h{i}, r; cvt.f32.{narrow} f, h{i}; sub.f32 r, r, f;")
+    lines.append("mov.b16 h3, 0; mov.b32 first, {h0, h1}; mov.b32 second, {h2, h3};")
+    return "\n".join([*lines, "st.shared.v4.b32 [at], {first, second, zero, zero}; fence.proxy.async.shared::cta; }"])
+
+
+@gluon.constexpr_function
+def _split_bf16(outputs, inputs):
+    return _split("bf16", outputs, inputs)
+
+
+@gluon.constexpr_function
+def _split_fp16(outputs, inputs):
+    return _split("f16", outputs, inputs)
+
+
+@gluon.jit
+def store_bias(tile, tid, values, dtype: gl.constexpr):
+    """[128, 8] at `tile`, for `multiply`, from [128] fp32 with a value per thread."""
+    asm: gl.constexpr = _split_bf16 if dtype == gl.bfloat16 else _split_fp16
+    gl.inline_asm(asm, "r,r,f,~{memory}", [tid, tile, values], (), is_pure=False)
+
+
+@gluon.constexpr_function
+def add_bias(kind, acc):
+    """Text that starts the accumulator with the bias, as a product: registers hold columns of ones for its three parts. 8
+    rows of 16 bytes follow each other every 128, and columns from 8 on, which meet zeros, are read at the same place."""
+    one, pair = ("0x3f80", "0x3f803f80") if kind == "bf16" else ("0x3c00", "0x3c003c00")
+    registers = "{" + ", ".join(acc) + "}"
+    return f"""setp.eq.u32 p, lane, 0; selp.b32 c, {pair}, 0, p; setp.eq.u32 p, lane, 1; selp.b32 c, {one}, c, p;
+    mov.b32 d, 0; mov.b64 db, {{tile, eight}}; wgmma.fence.sync.aligned;
+    wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind} {registers}, {{c, c, d, d}}, db, have, 1, 1, 0;"""
+
+
 # ---- product ---------------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
 def arrive_text(bar, wanted):
-    """One lane of a warp arrives, where the predicate `wanted` holds."""
-    return f"bar.warp.sync 0xffffffff; elect.sync _|r, 0xffffffff; and.pred r, r, {wanted}; " + (
-        f"@r mbarrier.arrive.shared::cta.b64 _, [{bar}];"
-    )
+    """A warp arrives; `wanted` holds in one of its lanes or in none."""
+    return f"bar.warp.sync 0xffffffff; @{wanted} mbarrier.arrive.shared::cta.b64 _, [{bar}];"
+
+
+@gluon.constexpr_function
+def products(kind, acc):
+    """Text that issues a k-block: four products of 16 columns, 32 bytes apart. a and b: addresses in 16 bytes, the lower
+    words of descriptors, whose upper ones say that 8 rows of 128 bytes follow each other every 1024, swizzled. `have`: the
+    accumulator has a value."""
+    registers = "{" + ", ".join(acc) + "}"
+    product = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind} {registers}, da, db, HAVE, 1, 1, 0, 0;"
+    lines = ["wgmma.fence.sync.aligned;"]
+    for i in range(4):
+        lines.append(f"add.u32 c, a, {2 * i}; add.u32 d, b, {2 * i}; mov.b64 da, {{c, high}}; mov.b64 db, {{d, high}};")
+        lines.append(product.replace("HAVE", "one" if i else "have"))
+    return "\n".join([*lines, "wgmma.commit_group.sync.aligned;"])
 
 
 @gluon.constexpr_function
 def _multiply(kind, outputs, inputs):
-    """The warpgroup's 64 rows of x times W, added to the accumulator. k-block by k-block it awaits the slot (and, with its
-    first block, that part of W), passes the turn on when it has seen the last, and hands the slot before back.
-
-    A descriptor is an address in 16 bytes; 8 rows of 128 bytes follow each other every 1024; swizzled by 128 bytes."""
-    (acc,), (_, (x,), (w,), (full,), (empty,), (loaded,), (follow,), (slot,), (phase,), (count,), (slots,), (turn,)) = (
-        outputs,
-        inputs,
-    )
-    registers = "{" + ", ".join(acc) + "}"
-    product = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.{kind}.{kind} {registers}, da, db, one, 1, 1, 0, 0;"
-    products = f" {chr(10)} add.s64 da, da, 2; add.s64 db, db, 2; {chr(10)} ".join([product] * 4)
-    return f"""{{ .reg .pred p, q, r, one, more; .reg .b32 k, s, f, t, a, b, before; .reg .b64 da, db;
-    mov.b32 k, 0; setp.eq.u32 one, k, 0; mov.b32 s, {slot}; mov.b32 f, {phase}; mov.b32 before, {empty};
-    next: setp.ne.u32 q, {turn}, 0; @q bra ready;
-    shl.b32 t, k, 3; add.u32 t, t, {loaded};
-    {wait_text("again", "t", 0)}
-    ready: shl.b32 t, s, 3; add.u32 t, t, {full};
-    {wait_text("filled", "t", "f")}
-    add.u32 t, k, 1; setp.eq.u32 q, t, {count};
-    {arrive_text(follow, "q")}
-    shl.b32 a, s, 13; add.u32 a, a, {x}; shl.b32 b, k, 14; add.u32 b, b, {w};
-    shr.u32 a, a, 4; and.b32 a, a, 0x3fff; shr.u32 b, b, 4; and.b32 b, b, 0x3fff; mov.b32 t, 0x40000040;
-    mov.b64 da, {{a, t}}; mov.b64 db, {{b, t}};
-    wgmma.fence.sync.aligned;
-    {products}
-    wgmma.commit_group.sync.aligned;
+    """The warpgroup's 64 rows of x times W, plus the bias. It awaits its turn with everything at hand; k-block by k-block it
+    awaits the slot and hands the one before back; when it has seen the last slot it passes the turn on. Few instructions per
+    k-block: the other consumers' warps want to issue theirs besides, and no product may wait."""
+    (acc,), scalars = outputs, inputs
+    zeros = " ".join(f"mov.b32 {a}, 0;" for a in acc)  # that nothing reads, but their registers are free before
+    x, w, tile, tid, biased, full, empty, turn, parity, follow, slot, phase, count, slots = (s[0] for s in scalars)
+    return f"""{{ .reg .pred p, lead, back, one, have, more; .reg .b64 da, db;
+    .reg .b32 k, f, t, a, b, c, d, high, first, end, start, apart, before, lane, tile, eight;
+    {zeros}
+    elect.sync _|lead, 0xffffffff; setp.ne.u32 back, {slots}, {slots}; setp.eq.u32 one, {slots}, {slots};
+    mov.b32 high, 0x40000040; mov.b32 f, {phase}; sub.u32 apart, {empty}, {full};
+    shl.b32 t, {slot}, 3; add.u32 t, t, {full}; shl.b32 end, {slots}, 3; add.u32 end, end, {full};
+    shr.u32 start, {x}, 4; and.b32 start, start, 0x3fff; shl.b32 a, {slot}, 9; add.u32 a, a, start;
+    shr.u32 b, {w}, 4; and.b32 b, b, 0x3fff; add.u32 k, {count}, -1; mov.b32 before, {empty};
+    shr.u32 tile, {tile}, 4; and.b32 tile, tile, 0x3fff; mov.b32 eight, 8; and.b32 lane, {tid}, 3;
+    setp.eq.u32 more, k, 0; setp.ne.u32 have, {slots}, {slots};
+    {wait_text("mine", turn, parity)}
+    setp.eq.u32 p, {biased}, 0; @p bra plain;
+    {add_bias(kind, acc)}
+    mov.pred have, one;
+    plain: @more bra last;
+    next: {wait_text("filled", "t", "f")}
+    {products(kind, acc)}
+    mov.pred have, one; add.u32 k, k, -1; setp.ne.u32 more, k, 0;
+    add.u32 first, t, apart; add.u32 t, t, 8; add.u32 a, a, 512; add.u32 b, b, 1024;
+    setp.eq.u32 p, t, end; selp.b32 t, {full}, t, p; selp.b32 a, start, a, p; @p xor.b32 f, f, 1;
     wgmma.wait_group.sync.aligned 1;
-    setp.ne.u32 q, k, 0;
-    {arrive_text("before", "q")}
-    shl.b32 before, s, 3; add.u32 before, before, {empty};
-    add.u32 s, s, 1; setp.eq.u32 q, s, {slots}; @q mov.b32 s, 0; @q xor.b32 f, f, 1;
-    add.u32 k, k, 1; setp.lt.u32 more, k, {count}; @more bra next;
+    {arrive_text("before", "back")}
+    mov.b32 before, first; mov.pred back, lead;
+    @more bra next;
+    last: {wait_text("there", "t", "f")}
+    {arrive_text(follow, "lead")}
+    {products(kind, acc)}
+    add.u32 first, t, apart;
+    wgmma.wait_group.sync.aligned 1;
+    {arrive_text("before", "back")}
     wgmma.wait_group.sync.aligned 0;
-    {arrive_text("before", "one")} }}"""
+    {arrive_text("first", "lead")} }}"""
 
 
 @gluon.constexpr_function
@@ -156,12 +253,15 @@ def _multiply_fp16(outputs, inputs):
     return _multiply("f16", outputs, inputs)
 
 
-TIED = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r"] * 11 + ["~{memory}"]))
+OPERANDS = gl.constexpr(",".join(["=&f"] * 64 + ["r"] * 14 + ["~{memory}"]))
 
 
 @gluon.jit
-def multiply(acc, x, w, full, empty, loaded, follow, step, KT, turn, dtype: gl.constexpr, ST: gl.constexpr):
-    """`step`: k-blocks of the CTA before this block; `turn`: blocks of this consumer before it."""
+def multiply(
+    x, w, tile, tid, biased, full, empty, turn, parity, follow, step, KT, dtype: gl.constexpr, ST: gl.constexpr
+):
+    """`tile`: the bias's, if `biased`; `turn`, `follow`: this consumer's and the next one's barrier; `step`: k-blocks of the
+    CTA before this block."""
     asm: gl.constexpr = _multiply_bf16 if dtype == gl.bfloat16 else _multiply_fp16
-    args = [acc, x, w, full, empty, loaded, follow, step % ST, (step // ST) & 1, KT, ST, turn]
-    return gl.inline_asm(asm, TIED, args, tile_type(), is_pure=False)
+    args = [x, w, tile, tid, biased, full, empty, turn, parity, follow, step % ST, (step // ST) & 1, KT, ST]
+    return gl.inline_asm(asm, OPERANDS, args, tile_type(), is_pure=False)

@@ -11,57 +11,90 @@ from triton.experimental.gluon import language as gl
 
 from .postnorm_joint_product import await_phase, row_type, tile_type
 from .postnorm_multiply import RMS, _register_row
+from .postnorm_rows import widen
 
 SHARES = tuple(struct.pack(">f", 1 / (j + 1)).hex() for j in range(8))  # of a part of 128 columns after j others
 WEIGHTS = tuple(struct.pack(">f", 128 * j / (j + 1)).hex() for j in range(8))
 CAUTIOUS = "43800000"  # 256: where the mean's square is so many times the variance, squares are summed about the mean
 
-# ---- columns ---------------------------------------------------------------------------------------------------------
+# ---- gamma and beta --------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def column_loads(base, names):
-    """Text that loads a vector's values for a thread's 32 columns: names[2 j + e] for column 8 j + e."""
-    lines = [f"{{ .reg .b32 t; mov.u32 t, %tid.x; and.b32 t, t, 3; shl.b32 t, t, 3; add.u32 t, t, {base};"]
-    lines += [f"ld.shared.v2.f32 {{{names[2 * i]}, {names[2 * i + 1]}}}, [t + {32 * i}];" for i in range(16)]
-    return [*lines, "}"]
+def _pack(narrow, outputs, inputs):
+    """Thread t packs two gammas, or two betas, of columns t / 2 * 2 and the next."""
+    (tid,), (wide,), (packed,) = inputs
+    return f"""{{ .reg .b32 t, at, word; .reg .f32 a, b; and.b32 t, {tid}, 127; shl.b32 at, t, 3; add.u32 at, at, {wide};
+    ld.shared.v2.f32 {{a, b}}, [at]; cvt.rn.{narrow}x2.f32 word, b, a;
+    shl.b32 at, t, 2; add.u32 at, at, {packed}; st.shared.b32 [at], word; }}"""
 
 
 @gluon.constexpr_function
-def _begin(outputs, inputs):
-    (out,), ((base,),) = outputs, inputs
-    lines = column_loads(base, [out[4 * j + e] for j in range(16) for e in range(2)])
-    lines += [f"mov.f32 {out[4 * j + 2 + e]}, {out[4 * j + e]};" for j in range(16) for e in range(2)]
-    return "\n".join(lines)
+def _pack_bf16(outputs, inputs):
+    return _pack("bf16", outputs, inputs)
 
 
-BEGUN = gl.constexpr(",".join(["=&f"] * 64 + ["r", "~{memory}"]))
+@gluon.constexpr_function
+def _pack_fp16(outputs, inputs):
+    return _pack("f16", outputs, inputs)
 
 
 @gluon.jit
-def begin(vector):
-    """An accumulator that starts with the bias."""
-    return gl.inline_asm(_begin, BEGUN, [vector], tile_type(), is_pure=False)
+def pack(tid, wide, packed, dtype: gl.constexpr):
+    """Words of two columns each, gammas and betas in turns, from fp32 in that order."""
+    asm: gl.constexpr = _pack_bf16 if dtype == gl.bfloat16 else _pack_fp16
+    gl.inline_asm(asm, "r,r,r,~{memory}", [tid, wide, packed], (), is_pure=False)
 
 
 @gluon.constexpr_function
 def _affine(outputs, inputs):
-    (out,), (values, (gamma,), (beta,)) = outputs, inputs
-    lines = [f"{{ .reg .f32 {', '.join(f'g{i}, b{i}' for i in range(32))};"]
-    lines += column_loads(gamma, [f"g{i}" for i in range(32)])
-    lines += column_loads(beta, [f"b{i}" for i in range(32)])
+    (out,), (values, (tid,), (base,)) = outputs, inputs
+    lines = [f"{{ .reg .b32 t; .reg .f32 g<64>; and.b32 t, {tid}, 3; shl.b32 t, t, 4; add.u32 t, t, {base};"]
+    for j in range(16):
+        lines.append(f"ld.shared.v4.f32 {{{', '.join(f'g{4 * j + i}' for i in range(4))}}}, [t + {64 * j}];")
     for i, (o, v) in enumerate(zip(out, values)):
-        c = 2 * (i >> 2) + (i & 1)
-        lines.append(f"fma.rn.f32 {o}, {v}, g{c}, b{c};")
+        g = (i & ~3) + (i & 1)
+        lines.append(f"fma.rn.f32 {o}, {v}, g{g}, g{g + 2};")
     return "\n".join([*lines, "}"])
 
 
-TIED_AFFINE = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r", "r", "~{memory}"]))
+@gluon.constexpr_function
+def _affine_packed(narrow, outputs, inputs):
+    (out,), (values, (tid,), (base,)) = outputs, inputs
+    lines = ["{ .reg .b32 at, t, w<32>; .reg .b16 h, l; .reg .f32 even, odd, g0, g1;"]
+    lines.append(f"and.b32 at, {tid}, 3; shl.b32 at, at, 3; add.u32 at, at, {base};")
+    lines += [f"ld.shared.v2.b32 {{w{2 * j}, w{2 * j + 1}}}, [at + {32 * j}];" for j in range(16)]
+    for j in range(16):
+        lines.append(
+            f"{widen(narrow, f'w{2 * j}')} mov.f32 g0, even; mov.f32 g1, odd; {widen(narrow, f'w{2 * j + 1}')}"
+        )
+        for i in range(4 * j, 4 * j + 4):
+            lines.append(f"fma.rn.f32 {out[i]}, {values[i]}, g{i & 1}, {'odd' if i & 1 else 'even'};")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _affine_bf16(outputs, inputs):
+    return _affine_packed("bf16", outputs, inputs)
+
+
+@gluon.constexpr_function
+def _affine_fp16(outputs, inputs):
+    return _affine_packed("fp16", outputs, inputs)
+
+
+TIED = gl.constexpr(",".join(["=f"] * 64 + [str(i) for i in range(64)] + ["r", "r", "~{memory}"]))
 
 
 @gluon.jit
-def affine(acc, gamma, beta):
-    return gl.inline_asm(_affine, TIED_AFFINE, [acc, gamma, beta], tile_type(), is_pure=False)
+def affine(acc, tid, wide, packed, use_packed, dtype: gl.constexpr):
+    """Reading shared memory is what the kernel has least time for, so 16-bit parameters are read as such."""
+    asm: gl.constexpr = _affine_bf16 if dtype == gl.bfloat16 else _affine_fp16
+    if use_packed:
+        acc = gl.inline_asm(asm, TIED, [acc, tid, packed], tile_type(), is_pure=False)
+    else:
+        acc = gl.inline_asm(_affine, TIED, [acc, tid, wide], tile_type(), is_pure=False)
+    return acc
 
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
@@ -101,12 +134,11 @@ def _squares(outputs, inputs):
 @gluon.constexpr_function
 def deviations(values, mean, width):
     """Text for q0 and q1 as sums of squared deviations from the mean, of the columns before `width`, a multiple of 8."""
-    lines = [f"mov.b32 w, {width};"]
-    lines += [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
+    lines = [f"mov.f32 q{r}, 0f00000000;" for r in range(4)]
     for i, v in enumerate(values):
         r = _register_row(i)
         if i % 4 == 0:
-            lines.append(f"setp.gt.s32 p, w, {2 * i};")
+            lines.append(f"setp.gt.s32 p, {width}, {2 * i};")
         lines.append(f"sub.f32 t0, {v}, {mean[r]}; @p fma.rn.f32 q{r + 2 * (i & 1)}, t0, t0, q{r + 2 * (i & 1)};")
     return lines + [f"add.f32 q{r}, q{r}, q{r + 2};" for r in range(2)] + over_quad(["q0", "q1"])
 
@@ -145,19 +177,19 @@ def statistics(acc, width, share, NORM: gl.constexpr):
 @gluon.constexpr_function
 def _send(peers, inputs):
     """Lane l of a quad sends its rows' part to CTAs l and l + 4; lane 0 of the warp says how much the warp awaits."""
-    (buffer,), (bar,), (rank,), (members,), mean, square = inputs
+    (tid,), (buffer,), (bar,), (rank,), (members,), mean, square = inputs
     values = f"{{{mean[0]}, {square[0]}, {mean[1]}, {square[1]}}}"
     send = f"""setp.lt.u32 p, peer, {members};
     @p mapa.shared::cluster.u32 to, at, peer;
     @p mapa.shared::cluster.u32 done, {bar}, peer;
     @p st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {values}, [done];
     """
-    return f"""{{ .reg .pred p; .reg .b32 t, peer, at, to, done;
-    mov.u32 t, %tid.x; and.b32 at, t, 31; setp.eq.u32 p, at, 0; shl.b32 at, {members}, 7;
+    return f"""{{ .reg .pred p; .reg .b32 peer, at, to, done;
+    and.b32 at, {tid}, 31; setp.eq.u32 p, at, 0; shl.b32 at, {members}, 7;
     @p mbarrier.arrive.expect_tx.shared::cta.b64 _, [{bar}], at;
-    and.b32 at, t, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};
+    and.b32 at, {tid}, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};
     shl.b32 peer, {rank}, 9; add.u32 at, at, peer;
-    and.b32 peer, t, 3;
+    and.b32 peer, {tid}, 3;
     {"add.u32 peer, peer, 4; ".join([send] * (peers // 4))} }}"""
 
 
@@ -172,11 +204,11 @@ def _send8(outputs, inputs):
 
 
 @gluon.jit
-def send(buffer, bar, rank, members, mean, square, PEERS: gl.constexpr):
+def send(tid, buffer, bar, rank, members, mean, square, PEERS: gl.constexpr):
     """The CTA's part of a warp's rows to everyone."""
     asm: gl.constexpr = _send4 if PEERS == 4 else _send8
-    args = [buffer, bar, rank, members, mean, square]
-    gl.inline_asm(asm, "r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
+    args = [tid, buffer, bar, rank, members, mean, square]
+    gl.inline_asm(asm, "r,r,r,r,r,f,f,f,f,~{memory}", args, (), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -190,9 +222,9 @@ def part_of(peer, members):
 def collected(layer, peers, outputs, inputs):
     """Chan's formula, part by part: a part of n columns after m others moves the mean by n / (m + n) of their difference and
     adds m n / (m + n) of its square. All parts have 128 columns but the last, `part` and `weight` are its two factors."""
-    (mean, square), ((buffer,), (members,), (part,), (weight,)) = outputs, inputs
+    (mean, square), ((tid,), (buffer,), (members,), (part,), (weight,)) = outputs, inputs
     lines = ["{ .reg .pred p, q; .reg .b32 at; .reg .f32 d, f, g, v<4>;"]
-    lines.append(f"mov.u32 at, %tid.x; and.b32 at, at, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};")
+    lines.append(f"and.b32 at, {tid}, 124; shl.b32 at, at, 2; add.u32 at, at, {buffer};")
     for j in range(peers):
         lines += part_of(j, members)
         if j == 0:
@@ -212,18 +244,18 @@ def collected(layer, peers, outputs, inputs):
 
 @gluon.constexpr_function
 def collect_text(layer, peers):
-    operands = [f"${i}" for i in range(8)]
+    operands = [f"${i}" for i in range(9)]
     return collected(layer, peers, (operands[:2], operands[2:4]), tuple((o,) for o in operands[4:]))
 
 
 @gluon.jit
-def collect(buffer, bar, phase, members, part, weight, NORM: gl.constexpr, PEERS: gl.constexpr):
+def collect(tid, buffer, bar, phase, members, part, weight, NORM: gl.constexpr, PEERS: gl.constexpr):
     """(mean, or 0 for RMS; sum of squared deviations from it) of whole rows, once all parts are there."""
     kind: gl.constexpr = row_type()
     asm: gl.constexpr = collect_text(NORM != RMS, PEERS)
     await_phase(bar, phase)
-    args = [buffer, members, part, weight]
-    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
+    args = [tid, buffer, members, part, weight]
+    return gl.inline_asm(asm, "=&f,=&f,=&f,=&f,r,r,r,f,f,~{memory}", args, (kind, kind), is_pure=False)
 
 
 @gluon.constexpr_function
@@ -272,12 +304,11 @@ def normalise(acc, rstd, shift, NORM: gl.constexpr):
 def _save(layer, narrow, outputs, inputs):
     """Lane l of a quad stores one value: rstd of its first or second row, or the mean of one less the row's first value, as
     that is read where z is kept."""
-    (mean_ptr,), (rstd_ptr,), mean, rstd, values, (row,), (end,), (groups,) = inputs
-    lines = ["{ .reg .pred p, q, m; .reg .b32 t, v, u; .reg .f32 a, f, d<2>; .reg .b16 h; .reg .b64 at, n;"]
-    lines.append("mov.u32 t, %tid.x; and.b32 v, t, 96; shr.u32 v, v, 1;")
-    lines.append("and.b32 u, t, 28; shr.u32 u, u, 2; add.u32 v, v, u;")
-    lines.append(f"and.b32 u, t, 1; setp.ne.u32 q, u, 0; shl.b32 u, u, 3; add.u32 v, v, u; add.u32 v, v, {row};")
-    lines.append(f"and.b32 u, t, 2; setp.ne.u32 m, u, 0; setp.lt.s32 p, v, {end}; mov.b64 at, {rstd_ptr};")
+    (t,), (mean_ptr,), (rstd_ptr,), mean, rstd, values, (row,), (end,), (groups,) = inputs
+    lines = ["{ .reg .pred p, q, m; .reg .b32 v, u; .reg .f32 a, f, d<2>; .reg .b16 h; .reg .b64 at, n;"]
+    lines.append(f"and.b32 v, {t}, 96; shr.u32 v, v, 1; and.b32 u, {t}, 28; shr.u32 u, u, 2; add.u32 v, v, u;")
+    lines.append(f"and.b32 u, {t}, 1; setp.ne.u32 q, u, 0; shl.b32 u, u, 3; add.u32 v, v, u; add.u32 v, v, {row};")
+    lines.append(f"and.b32 u, {t}, 2; setp.ne.u32 m, u, 0; setp.lt.s32 p, v, {end}; mov.b64 at, {rstd_ptr};")
     lines.append(f"selp.f32 a, {rstd[1]}, {rstd[0]}, q; mul.wide.s32 n, v, {groups}; shl.b64 n, n, 2;")
     for r in range(2 if layer else 0):
         lines.append(f"shfl.sync.idx.b32 f, {values[2 * r]}, 0, 0x1c1f, 0xffffffff;")
@@ -305,9 +336,9 @@ def _save_fp16(outputs, inputs):
 
 
 @gluon.jit
-def save(mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups, NORM: gl.constexpr, dtype: gl.constexpr):
+def save(tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups, NORM: gl.constexpr, dtype: gl.constexpr):
     """`row`: the block's first; `groups` values per row."""
     layer: gl.constexpr = _save_bf16 if dtype == gl.bfloat16 else _save_fp16
     asm: gl.constexpr = _save_rms if NORM == RMS else layer
-    args = [mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups]
-    gl.inline_asm(asm, ("l", "l", "f", "f", "f", "r", "r", "r"), args, (), is_pure=False)
+    args = [tid, mean_ptr, rstd_ptr, mean, rstd, acc, row, end, groups]
+    gl.inline_asm(asm, ("r", "l", "l", "f", "f", "f", "r", "r", "r"), args, (), is_pure=False)

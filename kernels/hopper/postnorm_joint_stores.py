@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 
 from .postnorm_joint_product import SIDE_MAP, Y_MAP, map_of
 
-PLACE = 2048  # bytes
+PLACE = gl.constexpr(2048)  # bytes
 
 
 @gluon.constexpr_function
@@ -27,36 +27,40 @@ def by_matrices(narrow, values, chunk):
 
 @gluon.constexpr_function
 def _store(number, places, narrow, inputs):
-    """Before a place is written again its last store has read it. With several groups the next one's columns follow those
-    before `width`."""
-    (base,), (row,), (column,), (width,), values = inputs
+    """As many chunks of 64 columns at once as there are places, after the last stores have read these. With several groups
+    the next one's columns follow those before `width`."""
+    (tid,), (base,), (row,), (column,), (width,), values = inputs
     lines = ["{ .reg .pred p, q; .reg .b32 l, t, u, place, here, x<4>, at, down; .reg .b64 d;"]
-    lines.append("mov.u32 t, %tid.x; and.b32 l, t, 31; setp.eq.u32 p, l, 0;")
-    lines.append(f"and.b32 down, t, 96; shr.u32 down, down, 1; add.u32 down, down, {row}; {map_of(number)}")
-    for chunk in range(2):
-        lines.append(f"add.u32 place, {base}, {PLACE * (chunk % places)};")
-        lines.append(f"@p cp.async.bulk.wait_group.read {places - 1}; bar.warp.sync 0xffffffff;")
-        lines += by_matrices(narrow, values, chunk)
+    lines.append(f"and.b32 l, {tid}, 31; setp.eq.u32 p, l, 0;")
+    lines.append(f"and.b32 down, {tid}, 96; shr.u32 down, down, 1; add.u32 down, down, {row}; {map_of(number)}")
+    for first in range(0, 2, places):
+        chunks = range(first, first + places)
+        lines.append("@p cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
+        for chunk in chunks:
+            lines.append(f"add.u32 place, {base}, {2048 * (chunk - first)};")
+            lines += by_matrices(narrow, values, chunk)
         lines.append("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;")
-        lines.append(f"setp.gt.and.s32 q, {width}, {64 * chunk}, p; add.u32 at, {column}, {64 * chunk};")
-        lines.append("@q cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [d, {at, down}], [place];")
+        for chunk in chunks:
+            lines.append(f"setp.gt.and.s32 q, {width}, {64 * chunk}, p; add.u32 at, {column}, {64 * chunk};")
+            lines.append(f"add.u32 place, {base}, {2048 * (chunk - first)};")
+            lines.append("@q cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [d, {at, down}], [place];")
         lines.append("@p cp.async.bulk.commit_group;")
     return "\n".join([*lines, "}"])
 
 
 @gluon.constexpr_function
 def store_text(side, places, bf16):
-    operands = [f"${i}" for i in range(68)]
-    inputs = (*((o,) for o in operands[:4]), operands[4:])
+    operands = [f"${i}" for i in range(69)]
+    inputs = (*((o,) for o in operands[:5]), operands[5:])
     return _store(SIDE_MAP if side else Y_MAP, places, "bf16" if bf16 else "f16", inputs)
 
 
 @gluon.jit
-def store_rows(acc, places, row, column, width, dtype: gl.constexpr, SIDE: gl.constexpr, PLACES: gl.constexpr):  # fmt: skip
-    """`places`: the warp's first; `row`: the block's first."""
+def store_rows(acc, tid, places, row, column, width, dtype: gl.constexpr, SIDE: gl.constexpr, PLACES: gl.constexpr):
+    """To y, or to what is stored beside it. `places`: the warp's first; `row`: the block's first."""
     asm: gl.constexpr = store_text(SIDE, PLACES, dtype == gl.bfloat16)
-    args = [places, row, column, width, acc]
-    gl.inline_asm(asm, ("r", "r", "r", "r", "f"), args, (), is_pure=False)
+    args = [tid, places, row, column, width, acc]
+    gl.inline_asm(asm, ("r", "r", "r", "r", "r", "f"), args, (), is_pure=False)
 
 
 @gluon.constexpr_function

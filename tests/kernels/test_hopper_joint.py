@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from ptx_model import LANES, Machine, bits, real, to_bf16
 
+from recsys_norm.kernels.hopper import postnorm_joint_product as product
 from recsys_norm.kernels.hopper import postnorm_joint_steps as steps
 from recsys_norm.kernels.hopper import postnorm_joint_stores as stores
 
@@ -53,16 +54,24 @@ def rows(pair):
     return out
 
 
-def test_an_accumulator_starts_with_the_bias_and_is_scaled_by_gamma():
-    m, vectors, tile = machine(), np.random.default_rng(1).standard_normal((3, COLUMNS)).astype(np.float32), random()
-    put(m.shared, PLACE, vectors)
-    m.run(steps._begin.fn((names("o", 64),), (("at",),)), {"at": PLACE})
-    for found, wanted in zip(read(m, "o", 64), registers_of(np.tile(vectors[0], (ROWS, 1)))):
-        assert np.array_equal(found, wanted)
-    text = steps._affine.fn((names("o", 64),), (names("v", 64), ("gamma",), ("beta",)))
-    m.run(text, values("v", registers_of(tile)) | {"gamma": PLACE + 512, "beta": PLACE + 1024})
-    for found, wanted in zip(read(m, "o", 64), registers_of(tile * vectors[1] + vectors[2])):
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e4])
+def test_a_bias_is_the_sum_of_three_parts(scale):
+    m, bias = machine(), (scale * np.random.default_rng(1).standard_normal(COLUMNS)).astype(np.float32)
+    m.run(product._split.fn("bf16", (), (("tid",), ("tile",), ("v",))), {"tid": LANES, "tile": PLACE, "v": bits(bias)})
+    parts = (m.shared[PLACE : PLACE + 2048].view(np.uint16).reshape(128, 8).astype(np.uint32) << 16).view(np.float32)
+    assert np.array_equal(parts[:, :3].astype(np.float64).sum(1), bias) and not parts[:, 3:].any()
+
+
+def test_zhat_is_scaled_by_gamma_and_moved_by_beta():
+    m, tile = machine(), random()
+    gamma, beta = real(to_bf16(np.random.default_rng(1).standard_normal((2, COLUMNS))) << 16)
+    put(m.shared, PLACE, np.stack([gamma.reshape(64, 2), beta.reshape(64, 2)], 1))  # per pair of columns
+    m.run(steps._pack.fn("bf16", (), (("tid",), ("wide",), ("packed",))), {"tid": LANES, "wide": PLACE, "packed": 4096})
+    for text, at in ((steps._affine.fn, PLACE), (steps._affine_bf16.fn, 4096)):
+        operands = values("v", registers_of(tile)) | {"base": at, "tid": LANES}
+        m.run(text((names("out", 64),), (names("v", 64), ("tid",), ("base",))), operands)
+        for found, wanted in zip(read(m, "out", 64), registers_of(tile * gamma + beta)):
+            np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("width", [128, 104, 8])
@@ -107,6 +116,7 @@ def test_parts_of_a_row_are_merged(peers, members, last, mean):
     put(m.shared, PLACE, messages)
     share = last / width
     names_of = {
+        "tid": LANES,
         "buffer": PLACE,
         "members": members,
         "part": bits(share),
@@ -129,8 +139,9 @@ def test_statistics_are_saved(layer, row, end, groups):
     operands |= {f"mean{i}": bits(mean[FIRST + 8 * i]) for i in range(2)} | {"row": row, "end": end, "groups": groups}
     operands |= {f"rstd{i}": bits(rstd[FIRST + 8 * i]) for i in range(2)} | {"mean_ptr": 1024, "rstd_ptr": 4096}
     m.memory[:] = 255
+    operands["tid"] = LANES
     tensors = (names("mean", 2), names("rstd", 2), names("v", 64))
-    inputs = (("mean_ptr",), ("rstd_ptr",), *tensors, ("row",), ("end",), ("groups",))
+    inputs = (("tid",), ("mean_ptr",), ("rstd_ptr",), *tensors, ("row",), ("end",), ("groups",))
     m.run(steps._save.fn(layer, "bf16", (), inputs), operands)
     there = max(0, min(ROWS, end - row))
     start = real(to_bf16(tile[:, 0]) << 16)
@@ -147,7 +158,7 @@ def test_statistics_are_saved(layer, row, end, groups):
 @pytest.mark.parametrize("width", [128, 64, 40])
 def test_rows_go_to_places_of_their_warp_and_from_there_to_memory(places, width):
     m, tile = machine(), random(8)
-    where = {"base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
+    where = {"tid": LANES, "base": PLACE + LANES // 32 * places * 2048, "row": 192, "column": 256, "width": width}
     text = stores._store.fn(stores.Y_MAP, places, "bf16", (*((n,) for n in where), names("v", 64)))
     m.run(text, values("v", registers_of(tile)) | where | {f"postnorm_joint_kernel_param_{stores.Y_MAP}": 77})
     place = lambda chunk, warp: PLACE + 2048 * (warp * places + chunk % places)  # noqa: E731
