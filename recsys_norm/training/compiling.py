@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +44,26 @@ def fill_tokens(dense: Any, model: Any, wanted: int | None) -> None:
     multiple = wanted if wanted is not None else 1 << max(round(math.log2(tokens)), 6) if tokens >= 1 else 0
     dense.token_multiple = multiple or None
     dense.token_offsets = {name: (n + multiple // 2) % multiple for name, n in expected.items()} if multiple else {}
+
+
+class Replays:
+    """Which steps replay graphs alone. With numbers of tokens that have not occurred together before, a step runs without
+    graphs, and the next one records them; both take seconds and belong to compiling."""
+
+    RECORDING_STEPS = 2
+
+    def __init__(self, dense: Any) -> None:
+        self._filled = {name: (dense.token_offsets.get(name, 0), dense.token_multiple) for name in dense.clocks}
+        self._seen: Counter[tuple[int, ...]] = Counter()
+
+    def count(self, tokens: Mapping[str, int]) -> bool:
+        """Note a step with so many tokens of each event type; whether its graphs had all been recorded."""
+        shape = tuple(
+            tokens[name] + ((offset - tokens[name]) % multiple if multiple else 0)
+            for name, (offset, multiple) in self._filled.items()
+        )
+        self._seen[shape] += 1
+        return self._seen[shape] > self.RECORDING_STEPS
 
 
 def begin_step() -> None:

@@ -81,7 +81,7 @@ class TrainerConfig:
     resume: str | None = None  # a run directory; its newest complete checkpoint is continued
     row_order: int = 0  # above 0: the rows of each batch in an order drawn from it: the same sums in another order
     overfit_batches: int | None = None  # train on the first batches of epoch 0 again and again
-    timing_warmup: int = 10  # steps that no timing counts
+    timing_warmup: int = 10  # steps that no timing counts; nor does it count steps that record CUDA graphs
     profile_steps: int = 5  # steps under the profiler, for norm_share and the busy fraction; 0: none
     profile_trace: bool = False  # also write trace.json for a trace viewer
     measure_norm_cost: bool = False

@@ -21,7 +21,7 @@ from recsys_norm.models.flops import ModelFlops
 from recsys_norm.training import profile
 from recsys_norm.training.averaging import WeightAverage
 from recsys_norm.training.checkpoint import Checkpoints
-from recsys_norm.training.compiling import begin_step, compile_regions, evaluated_eagerly, fill_tokens
+from recsys_norm.training.compiling import Replays, begin_step, compile_regions, evaluated_eagerly, fill_tokens
 from recsys_norm.training.config import Config, ConfigError
 from recsys_norm.training.logging import RunLogger
 from recsys_norm.training.masters import MasterWeights
@@ -71,11 +71,13 @@ class Trainer:
         sharded = runtime.size > 1 and config.distributed.dense == "fsdp2"  # which has fp32 shards to gather from
         if runtime.dtype != torch.float32 and config.trainer.grad_accumulation == 1 and not sharded:  # sums in fp32
             weights = MasterWeights(model.dense, runtime.dtype, model.dense.full_precision)
+        self.replays: Replays | None = None
         if config.backend.compile:
             backend, cuda = config.backend, runtime.device.type == "cuda"
             replay = backend.cuda_graphs and cuda and config.trainer.grad_accumulation == 1
             if replay:
                 fill_tokens(model.dense, config.model, backend.token_multiple)
+                self.replays = Replays(model.dense)
             compile_regions(model.dense, replay=replay)
         self.replicas = Replicas(model.dense, config.distributed, runtime, compiled=config.backend.compile)
         model.dense = self.replicas.module
@@ -206,11 +208,14 @@ class Trainer:
         accumulation = self.config.trainer.grad_accumulation
         self.timer.begin()
         self.optimizers.set_lr(self.progress.step)
-        loss, rows, tokens = torch.zeros((), device=self.runtime.device), 0, 0
+        loss, rows, tokens, settled = torch.zeros((), device=self.runtime.device), 0, 0, True
         for part in range(accumulation):
             part_loss, batch = self._part(batches, last=part == accumulation - 1)
             loss += part_loss
-            rows, tokens = rows + len(batch), tokens + sum(len(ages) for ages in batch.ages.values())
+            events = {name: len(ages) for name, ages in batch.ages.items()}
+            rows, tokens = rows + len(batch), tokens + sum(events.values())
+            if self.replays is not None:
+                settled &= self.replays.count(events)
             self.progress.batches += 1
         own_norm, norm = self.replicas.own_norm(), self.optimizers.clip()
         self.optimizers.step()
@@ -219,7 +224,7 @@ class Trainer:
         self.timer.mark("optimizer")
         self.progress.step += 1
         self._steps_here += 1
-        self.timer.end(rows, tokens, count=not self.recorder.active)
+        self.timer.end(rows, tokens, count=settled and not self.recorder.active)
         self._losses.append((loss, norm.detach() if own_norm is None else own_norm))
         if self.runtime.device.type == "cpu" and self.runtime.size == 1:
             self._check_finite(self._losses[-1:])
