@@ -196,7 +196,7 @@ def norm_backward(
         write_dz, write_h: what to compute: dz, and h = y of the forward, both in z's dtype.
         dweight, dbias, dz_sum: dtype of that column sum, None to leave it out.
         groups: as in `norm_forward`; the sums are `[groups * N]` then.
-        overwrite: dy is contiguous and of z's dtype, and dz may take its memory.
+        overwrite: dz may take dy's memory, and does where that is contiguous and of z's dtype.
         config: instead of the shipped one, for tuning.
     """
     M, N = z.shape
@@ -204,8 +204,9 @@ def norm_backward(
     tile = _pick(N, dy, z, more_dy, dsum)
     _check_groups(groups, M, N, tile)
     dz = None
-    if write_dz:  # the kernel for wide rows reads dy again after dz
-        dz = dy if overwrite and tile.block is not None else torch.empty((M, N), dtype=z.dtype, device=z.device)
+    if write_dz:
+        fits = dy.is_contiguous() and dy.dtype == z.dtype and tile.block is not None  # wide rows: dy is read after dz
+        dz = dy if overwrite and fits else torch.empty((M, N), dtype=z.dtype, device=z.device)
     h = torch.empty((M, N), dtype=z.dtype, device=z.device) if write_h else None
     offsets, last = _cut_arguments(cut)
     strides = (_stride(t, tile.vec) for t in (dy, z, more_dy, dsum))

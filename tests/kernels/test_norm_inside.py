@@ -56,6 +56,9 @@ def test_a_gradient_may_take_the_memory_of_the_one_it_is_made_of(norm):
     assert found.dz.data_ptr() == dy.data_ptr() and expected.dz.data_ptr() != dy.data_ptr()
     for name in ("dz", "dweight", "dbias"):
         assert torch.equal(getattr(found, name), getattr(expected, name)), name
+    gaps = torch.cat([more, more], 1)[:, :24]
+    spaced = norm_backward(gaps, x, out.mean, out.rstd, norm=norm, overwrite=True).dz
+    assert torch.equal(spaced, norm_backward(more, x, out.mean, out.rstd, norm=norm).dz) and torch.equal(gaps, more)
     wide, dy = torch.randn(2, 3, 70000, device=DEVICE)
     out = norm_forward(wide, norm=norm, eps=1e-5)
     assert norm_backward(dy, wide, out.mean, out.rstd, norm=norm, overwrite=True).dz.data_ptr() != dy.data_ptr()
