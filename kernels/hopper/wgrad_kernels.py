@@ -144,22 +144,8 @@ def consumer(
         sums = gl.zeros([COLUMNS, 4], gl.float32, lane_layout())
         turn = 0
         p, sums, acc0, acc1 = take(
-            a_s,
-            b0_s,
-            b1_s,
-            factor_s,
-            full,
-            at,
-            slot,
-            phase,
-            sums,
-            own_groups(share, col_tiles, 0),
-            acc0,
-            acc1,
-            0,
-            W,
-            P1,
-        )
+            a_s, b0_s, b1_s, factor_s, full, at, slot, phase, sums, own_groups(share, col_tiles, 0), acc0, acc1, 0, W, P1,
+        )  # fmt: skip
         for _ in range((steps - 1) // 2):
             q, slot, phase, turn, acc0, acc1, sums = follow(
                 p, a_s, b0_s, b1_s, factor_s, full, free, at, slot, phase, turn, acc0, acc1, sums, share, col_tiles,
@@ -175,22 +161,9 @@ def consumer(
         if steps % 2 == 0:  # one more, with nothing running: no copy of what a product reads is safe
             turn = gl.where(turn == col_tiles - 1, 0, turn + 1)
             q, sums, acc0, acc1 = take(
-                a_s,
-                b0_s,
-                b1_s,
-                factor_s,
-                full,
-                at,
-                slot,
-                phase,
-                sums,
-                own_groups(share, col_tiles, turn),
-                acc0,
-                acc1,
-                1,
-                W,
-                P1,
-            )
+                a_s, b0_s, b1_s, factor_s, full, at, slot, phase, sums, own_groups(share, col_tiles, turn), acc0, acc1,
+                1, W, P1,
+            )  # fmt: skip
             acc0, acc1 = wait_for(acc0, acc1, q, 0, P1)
             arrive(free.index(slot), True)
             slot, phase = advance(slot, phase, SLOTS)
