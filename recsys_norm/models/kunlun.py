@@ -62,9 +62,14 @@ class Kunlun(nn.Module):
         return self.dense(batch.dense, pooled, candidates, events)
 
 
+def filled_length(n: int, multiple: int | None, offset: int) -> int:
+    """n, or the next number that is `offset` more than a multiple."""
+    return n + (offset - n) % multiple if multiple else n
+
+
 def _filled(x: Tensor, multiple: int | None, offset: int) -> Tensor:
-    """x [T, ..] with rows of zeros after its last until their number is `offset` more than a multiple."""
-    missing = (offset - len(x)) % multiple if multiple else 0
+    """x [T, ..] with rows of zeros after its last until their number is filled up."""
+    missing = filled_length(len(x), multiple, offset) - len(x)
     if missing == 0:
         return x
     return torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from recsys_norm.models.kunlun import filled_length
+
 # Graphs of one forward function: layers differ in kind and mode (training or not), not in number of events.
 MAX_GRAPHS = 64
 FILL = 32  # a batch is filled up by half of 1/32 of its tokens on average
@@ -53,15 +55,12 @@ class Replays:
     RECORDING_STEPS = 2
 
     def __init__(self, dense: Any) -> None:
-        self._filled = {name: (dense.token_offsets.get(name, 0), dense.token_multiple) for name in dense.clocks}
+        self._fill = {name: (dense.token_multiple, dense.token_offsets.get(name, 0)) for name in dense.event_tokens}
         self._seen: Counter[tuple[int, ...]] = Counter()
 
     def count(self, tokens: Mapping[str, int]) -> bool:
         """Note a step with so many tokens of each event type; whether its graphs had all been recorded."""
-        shape = tuple(
-            tokens[name] + ((offset - tokens[name]) % multiple if multiple else 0)
-            for name, (offset, multiple) in self._filled.items()
-        )
+        shape = tuple(filled_length(tokens[name], *fill) for name, fill in self._fill.items())
         self._seen[shape] += 1
         return self._seen[shape] > self.RECORDING_STEPS
 

@@ -7,7 +7,9 @@ from recsys_norm.training.trainer import Trainer
 
 
 def dense(multiple=None, **offsets):
-    return SimpleNamespace(clocks=dict.fromkeys(("long", "short")), token_multiple=multiple, token_offsets=offsets)
+    return SimpleNamespace(
+        event_tokens=dict.fromkeys(("long", "short")), token_multiple=multiple, token_offsets=offsets
+    )
 
 
 def test_a_number_of_tokens_counts_from_its_third_step_on():
@@ -40,14 +42,14 @@ def test_steps_that_record_are_not_timed(train, monkeypatch):
         seen = 0
 
         def count(self, events):
-            assert set(events) == set(clocks)
+            assert set(events) == set(names)
             self.seen += 1
             return self.seen % 3 == 0
 
-    clocks = []
+    names = []
 
     def fitted(self):
-        clocks[:] = self.dense.clocks
+        names[:] = self.dense.event_tokens
         self.replays = EveryThird()
         fit(self)
         assert self.replays.seen == 12
