@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .attention_activations import tanh
+from .barriers import await_phase
 from .facts import PLAIN, keep_asm, own_shift
 from .gdpa_backward_moves import (
     add_left,
@@ -71,7 +72,7 @@ from .gdpa_backward_ranges import (
     part,
     whole,
 )  # fmt: skip
-from .lazy_kernels import accumulator_layout, await_phase
+from .lazy_kernels import accumulator_layout
 from .variants import Tile, Variant
 
 STAGES = gl.constexpr(2)  # blocks of q and dO in shared memory

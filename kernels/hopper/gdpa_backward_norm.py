@@ -11,10 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
+from .barriers import await_phase
 from .facts import pointer
 from .gdpa_backward_moves import arrive, clear
 from .gdpa_backward_ranges import BLOCK, ZERO, whole
-from .lazy_kernels import accumulator_layout, await_phase
+from .lazy_kernels import accumulator_layout
 
 ROW_TERMS, COLUMN_TERMS = gl.constexpr(19), gl.constexpr(20)  # places among the facts
 PANEL = gl.constexpr(2 * 64 * 64)  # bytes of 64 columns of a block

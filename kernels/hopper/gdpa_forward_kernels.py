@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .attention_activations import tanh
+from .barriers import await_phase
 from .facts import PLAIN, keep_asm, own_shift
 from .gdpa_backward_kernels import GELU, GELU_TANH, load_pair
 from .gdpa_backward_moves import arrive, clear_slack
@@ -47,7 +48,7 @@ from .gdpa_backward_ranges import (
 )  # fmt: skip
 from .gdpa_forward_moves import OUT, clear_keys, prefetch, send_block
 from .gdpa_forward_ranges import cuts
-from .lazy_kernels import accumulator_layout, await_phase
+from .lazy_kernels import accumulator_layout
 from .variants import Tile, Variant
 
 CONSUMERS = gl.constexpr(3)

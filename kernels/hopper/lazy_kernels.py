@@ -24,7 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_wait
 
-from .barriers import arrive_asm
+from .barriers import arrive, await_phase
 from .variants import Tile, Variant
 
 ROWS = gl.constexpr(64)  # of a consumer
@@ -306,28 +306,6 @@ class Sums:
 # ---- consumers -------------------------------------------------------------------------------------------------------
 
 
-# Barriers by hand: those of the language synchronise the warpgroup around every arrival, here each warp is on its own.
-
-
-@gluon.constexpr_function
-def _await(outputs, inputs):
-    (bar,), (phase,) = inputs
-    return f"""{{ .reg .pred p;
-    again: mbarrier.try_wait.parity.shared::cta.b64 p, [{bar}], {phase};
-    @!p bra.uni again; }}"""
-
-
-@gluon.jit
-def release(bar, wanted):
-    """Hand a slot back, once per warp."""
-    gl.inline_asm(arrive_asm, "r,r,~{memory}", [bar, wanted.to(gl.int32)], (), is_pure=False)
-
-
-@gluon.jit
-def await_phase(bar, phase):
-    gl.inline_asm(_await, "r,r,~{memory}", [bar, phase], (), is_pure=False)
-
-
 @gluon.jit
 def multiply(shared, empty, slot, phase, steps, K, acc, more, W: gl.constexpr, LAYER: gl.constexpr, STATS: gl.constexpr,
              WIDE: gl.constexpr):  # fmt: skip
@@ -353,13 +331,13 @@ def multiply(shared, empty, slot, phase, steps, K, acc, more, W: gl.constexpr, L
         if STATS:
             fence_async_shared()  # what was read through registers, before the TMA copy that refills the slot
         # (a name that keeps the slot of the step before would be taken for loop-invariant by the compiler)
-        release(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), k > 0)
+        arrive(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), k > 0)
         slot, phase = advance(slot, phase, shared.SLOTS)
     if WIDE:
         acc, more = warpgroup_mma_wait(0, deps=(acc, more))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
-    release(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), steps > 0)
+    arrive(empty.index(gl.where(slot == 0, shared.SLOTS - 1, slot - 1)), steps > 0)
     return acc, more, sums, slot, phase
 
 

@@ -7,11 +7,9 @@ where W stays in shared memory): what both such kernels have in common.
     postnorm_direct_kernels.py    stores them, and loads a residual, straight from and to registers
 
 CTA r of a cluster has 128 columns of the result and of W, which it keeps, and walks over blocks of 64 rows together with
-its cluster. With several groups, norms over equal parts of the columns, each cluster serves one of them. Partitions:
-
-    consumers   three warpgroups that take blocks in turn: products, statistics of the CTA's columns, those of whole rows by
-                messages through distributed shared memory, norm and stores
-    loader      tiles of x; 4 warps, so that no warp is without a partition and the cluster can meet
+its cluster. With several groups, norms over equal parts of the columns, each cluster serves one of them. A loader brings
+tiles of x; three consumers, warpgroups that take blocks in turn, make products, statistics of the CTA's columns, those of
+whole rows by messages through distributed shared memory, norm and stores.
 
 While one consumer multiplies, the other two exchange, normalise and store. Their slots of x follow each other in one
 ring, so a consumer begins only when the one before has seen all of its slots filled: otherwise it could take a slot's
@@ -26,15 +24,11 @@ The cluster's size is set by the launch: to the compiler these are kernels of si
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
-
-from .postnorm_multiply import advance
 
 ROWS, COLUMNS, BK = gl.constexpr(64), gl.constexpr(128), gl.constexpr(64)  # of a block: rows, a CTA's columns; k-block
 CONSUMERS = gl.constexpr(3)
 ABSENT, WIDE = gl.constexpr(0), gl.constexpr(2)  # kinds of a parameter vector; 1: in the dtype of x
 BEFORE, HAS_BIAS, AFFINE = gl.constexpr(16), gl.constexpr(32), gl.constexpr(64)  # further bits of `form`
-BIAS, GAMMA, BETA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # order of the vectors in shared memory
 
 
 @gluon.jit
@@ -51,53 +45,19 @@ def standing(members, groups, M, N):
     return rank, group, first, step, tiles, column, width
 
 
-@gluon.jit
-def init_barriers(full, empty, loaded, turns, arrived, PASSES: gl.constexpr):
-    """`PASSES`: arrivals that pass a turn on. A slot is handed back by a consumer's four warps."""
-    SLOTS: gl.constexpr = full.shape[0]
-    PARTS: gl.constexpr = loaded.shape[0]
-    for i in gl.static_range(SLOTS):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=4)
-    for i in gl.static_range(PARTS):
-        mbarrier.init(loaded.index(i), count=1)
-    for i in gl.static_range(CONSUMERS):
-        mbarrier.init(turns.index(i), count=PASSES)
-    for i in gl.static_range(2 * CONSUMERS):
-        mbarrier.init(arrived.index(i), count=1)
-    gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
-
-
 # ---- parameter vectors -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def load_vector(vectors, which: gl.constexpr, ptr, kind, default: gl.constexpr, column, width, dtype: gl.constexpr,
-                column_of: gl.constexpr):  # fmt: skip
-    """A CTA's part of bias, gamma or beta as fp32 in shared memory, in one or more pieces."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    PIECES: gl.constexpr = vectors.shape[0] // 3
-    SIZE: gl.constexpr = vectors.shape[1]
-    for c in gl.static_range(PIECES):
-        j = column_of(c * SIZE + gl.arange(0, SIZE, L))
-        value = gl.full([SIZE], default, gl.float32, L)
-        if kind == WIDE:
-            value = gl.load(ptr + column + j, mask=j < width, other=default)
-        elif kind != ABSENT:
-            narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
-            value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
-        vectors.index(PIECES * which + c).store(value)
-
-
-@gluon.jit
-def load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width,
-                 dtype: gl.constexpr, column_of: gl.constexpr):  # fmt: skip
-    """All three; returns the bits of `form` that say which there are. `column_of`: which column lies at a place."""
-    load_vector(vectors, BIAS, bias_ptr, bias_kind, 0.0, column, width, dtype, column_of)
-    load_vector(vectors, GAMMA, gamma_ptr, gamma_kind, 1.0, column, width, dtype, column_of)
-    load_vector(vectors, BETA, beta_ptr, beta_kind, 0.0, column, width, dtype, column_of)
-    affine = (gamma_kind != ABSENT) | (beta_kind != ABSENT)
-    return gl.where(bias_kind != ABSENT, HAS_BIAS, 0) | gl.where(affine, AFFINE, 0)
+def load_vector(ptr, kind, default: gl.constexpr, j, column, width, dtype: gl.constexpr):
+    """Values j of a CTA's part of bias, gamma or beta as fp32."""
+    value = gl.full(j.shape, default, gl.float32, j.type.layout)
+    if kind == WIDE:
+        value = gl.load(ptr + column + j, mask=j < width, other=default)
+    elif kind != ABSENT:
+        narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
+        value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
+    return value
 
 
 # ---- x ---------------------------------------------------------------------------------------------------------------
@@ -119,13 +79,3 @@ def fetch_ahead(ptr, ahead, M, size):
     if (size != 0) & ((ahead + 1) * ROWS <= M):
         at = ptr.to(gl.int64) + ahead.to(gl.int64) * size
         gl.inline_asm(_fetch, "l,r", [at, size], (), is_pure=False)
-
-
-@gluon.jit
-def load_tile(x_desc, x_s, full, empty, tile, k, slot, phase, ST: gl.constexpr):
-    """One k-block of a block of x, to the ring's next slot; returns the one after."""
-    bar = full.index(slot)
-    mbarrier.wait(empty.index(slot), phase)
-    mbarrier.expect(bar, x_desc.nbytes_per_cta)
-    tma.async_load(x_desc, [tile * ROWS, k * BK], bar, x_s.index(slot))
-    return advance(slot, phase, ST)

@@ -8,7 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .attention_exchange import ROWS, own_address, row_layout
-from .barriers import arrive_asm
+from .barriers import arrive
 from .postnorm_cluster_common import COLUMNS
 from .postnorm_multiply import RMS
 
@@ -22,8 +22,8 @@ def meet_cluster():
 
 @gluon.jit
 def release(bar, wanted):
-    """Hand a slot back, once per warp: the language's arrivals synchronise the warpgroup around every one."""
-    gl.inline_asm(arrive_asm, "r,r,~{memory}", [own_address(bar), gl.to_tensor(wanted).to(gl.int32)], (), is_pure=False)
+    """Hand a slot back, once per warp."""
+    arrive(own_address(bar), wanted)
 
 
 @gluon.constexpr_function

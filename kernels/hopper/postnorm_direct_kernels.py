@@ -3,7 +3,8 @@ residual into them. It serves what has one.
 
 Rows of W come in such an order that a thread's columns of the result follow each other (postnorm_rows.py): so residuals
 come and results go in 16 bytes per thread, from and to memory. For residuals that takes less time than 4 bytes, for results
-more than TMA from shared memory (docs/techniques/cluster.md). k-blocks of W are awaited one by one.
+more than TMA from shared memory (docs/techniques/cluster.md). k-blocks of W are awaited one by one. The loader has 4 warps,
+so that no warp is without a partition and the cluster can meet.
 """
 
 from triton.experimental import gluon
@@ -13,24 +14,35 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .attention_blocks import FLAT
 from .attention_exchange import MESSAGE
 from .postnorm_cluster_common import (
+    ABSENT,
+    AFFINE,
     BEFORE,
     BK,
     COLUMNS,
     CONSUMERS,
+    HAS_BIAS,
     ROWS,
     fetch_ahead,
-    init_barriers,
-    load_tile,
-    load_vectors,
+    load_vector,
     standing,
 )
 from .postnorm_cluster_exchange import meet_cluster, release
-from .postnorm_direct_steps import AFTER, begin, finish, standardise
+from .postnorm_direct_steps import AFTER, BETA, BIAS, GAMMA, begin, finish, standardise
 from .postnorm_multiply import accumulator, advance
 from .postnorm_rows import column_of, load_rows
 from .variants import Tile, Variant
 
 # ---- loader ----------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def load_tile(x_desc, x_s, full, empty, tile, k, slot, phase, ST: gl.constexpr):
+    """One k-block of a block of x, to the ring's next slot; returns the one after."""
+    bar = full.index(slot)
+    mbarrier.wait(empty.index(slot), phase)
+    mbarrier.expect(bar, x_desc.nbytes_per_cta)
+    tma.async_load(x_desc, [tile * ROWS, k * BK], bar, x_s.index(slot))
+    return advance(slot, phase, ST)
 
 
 @gluon.jit
@@ -117,6 +129,30 @@ def consumer(y_ptr, side_ptr, x_s, w_s, vectors, messages, full, empty, loaded, 
 # ---- kernel ----------------------------------------------------------------------------------------------------------
 
 
+@gluon.jit
+def init_barriers(full, empty, loaded, turns, arrived):
+    """A slot is handed back, and a turn passed on, by a consumer's four warps."""
+    SLOTS: gl.constexpr = full.shape[0]
+    PARTS: gl.constexpr = loaded.shape[0]
+    for i in gl.static_range(SLOTS):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=4)
+    for i in gl.static_range(PARTS):
+        mbarrier.init(loaded.index(i), count=1)
+    for i in gl.static_range(CONSUMERS):
+        mbarrier.init(turns.index(i), count=4)
+    for i in gl.static_range(2 * CONSUMERS):
+        mbarrier.init(arrived.index(i), count=1)
+    gl.inline_asm("fence.mbarrier_init.release.cluster;", "~{memory}", [], (), is_pure=False)
+
+
+@gluon.jit
+def keep_vector(vectors, which: gl.constexpr, ptr, kind, default: gl.constexpr, column, width, dtype: gl.constexpr):
+    """A CTA's part of bias, gamma or beta as fp32 in shared memory, in the order of a thread's columns."""
+    j = column_of(gl.arange(0, COLUMNS, gl.BlockedLayout([1], [32], [4], [0])))
+    vectors.index(which).store(load_vector(ptr, kind, default, j, column, width, dtype))
+
+
 @gluon.jit(do_not_specialize=["M", "N", "KT", "members", "groups"])
 def postnorm_direct_kernel(
     x_desc,  # [M, K]
@@ -160,9 +196,12 @@ def postnorm_direct_kernel(
     loaded = mbarrier.allocate_mbarrier(batch=RES)
     turns = mbarrier.allocate_mbarrier(batch=CONSUMERS)
     arrived = mbarrier.allocate_mbarrier(batch=2 * CONSUMERS)
-    init_barriers(full, empty, loaded, turns, arrived, 4)
-    form |= load_vectors(vectors, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column, width, dtype,
-                         column_of)  # fmt: skip
+    init_barriers(full, empty, loaded, turns, arrived)
+    keep_vector(vectors, BIAS, bias_ptr, bias_kind, 0.0, column, width, dtype)
+    keep_vector(vectors, GAMMA, gamma_ptr, gamma_kind, 1.0, column, width, dtype)
+    keep_vector(vectors, BETA, beta_ptr, beta_kind, 0.0, column, width, dtype)
+    form |= gl.where(bias_kind != ABSENT, HAS_BIAS, 0)
+    form |= gl.where((gamma_kind != ABSENT) | (beta_kind != ABSENT), AFFINE, 0)
     gl.barrier()
     mean_ptr += group
     rstd_ptr += group

@@ -6,11 +6,13 @@ from triton.experimental.gluon import language as gl
 
 from .attention_blocks import store_statistics
 from .attention_exchange import row_layout, send
-from .postnorm_cluster_common import AFFINE, BEFORE, BETA, BIAS, COLUMNS, GAMMA, HAS_BIAS, ROWS
+from .postnorm_cluster_common import AFFINE, BEFORE, COLUMNS, HAS_BIAS, ROWS
 from .postnorm_cluster_exchange import collect
 from .postnorm_multiply import LAYER, _plain_square_asm, _register_row, _square_asm, _sum_asm, partial_layout
 from .postnorm_normalise import AFTER, HAT, SAVE, SUM
 from .postnorm_rows import add_pairs, first_of_row, load_columns, store_rows
+
+BIAS, GAMMA, BETA = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2)  # order of the vectors in shared memory
 
 # ---- statistics ------------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from .postnorm_cluster_common import (
     ROWS,
     WIDE,
     fetch_ahead,
+    load_vector,
     standing,
 )
 from .postnorm_joint_product import (
@@ -129,18 +130,6 @@ def init_barriers(barriers, arrivals: gl.constexpr):
 
 
 @gluon.jit
-def load_vector(ptr, kind, default: gl.constexpr, j, column, width, dtype: gl.constexpr):
-    """Values j of a CTA's part of bias, gamma or beta as fp32."""
-    value = gl.full(j.shape, default, gl.float32, j.type.layout)
-    if kind == WIDE:
-        value = gl.load(ptr + column + j, mask=j < width, other=default)
-    elif kind != ABSENT:
-        narrow = ptr.to(gl.pointer_type(dtype), bitcast=True)
-        value = gl.load(narrow + column + j, mask=j < width, other=default).to(gl.float32)
-    return value
-
-
-@gluon.jit
 def load_vectors(bias, vectors, wide, packed, tid, bias_ptr, gamma_ptr, beta_ptr, bias_kind, gamma_kind, beta_kind, column,
                  width, dtype: gl.constexpr):  # fmt: skip
     """By the consumers: the bias's tile, and per pair of columns gammas and betas, in fp32 and in 16 bits."""
@@ -234,10 +223,8 @@ SHAPES = [(4, 12, 2, 4), (6, 8, 2, 4), (8, 7, 1, 4), (8, 5, 1, 8)]
 def _variant(dtype, norm, resident, slots, places, peers):
     boxes = {"x_desc": (64, 64), "w_desc": (128, 64), "y_desc": (16, 64), "side_desc": (16, 64)}
     args = {name: Tile(dtype, box) for name, box in boxes.items()} | {"x_ptr": f"*{dtype}:16"}
-    args |= dict.fromkeys("bias_ptr gamma_ptr beta_ptr".split(), "*fp32:16") | {
-        "mean_ptr": "*fp32",
-        "rstd_ptr": "*fp32",
-    }
+    args |= dict.fromkeys("bias_ptr gamma_ptr beta_ptr".split(), "*fp32:16")
+    args |= {"mean_ptr": "*fp32", "rstd_ptr": "*fp32"}
     args |= dict.fromkeys("M N KT members groups fetch bias_kind gamma_kind beta_kind form".split(), "i32")
     args |= {"N": "i32:8", "fetch": "i32:16", "eps": "fp32"}
     args |= {"NORM": {"rms": 1, "layer": 2}[norm], "RES": resident, "ST": slots, "PLACES": places, "PEERS": peers}

@@ -37,12 +37,12 @@ def _store(number, places, narrow, inputs):
         chunks = range(first, first + places)
         lines.append("@p cp.async.bulk.wait_group.read 0; bar.warp.sync 0xffffffff;")
         for chunk in chunks:
-            lines.append(f"add.u32 place, {base}, {2048 * (chunk - first)};")
+            lines.append(f"add.u32 place, {base}, {PLACE.value * (chunk - first)};")
             lines += by_matrices(narrow, values, chunk)
         lines.append("fence.proxy.async.shared::cta; bar.warp.sync 0xffffffff;")
         for chunk in chunks:
             lines.append(f"setp.gt.and.s32 q, {width}, {64 * chunk}, p; add.u32 at, {column}, {64 * chunk};")
-            lines.append(f"add.u32 place, {base}, {2048 * (chunk - first)};")
+            lines.append(f"add.u32 place, {base}, {PLACE.value * (chunk - first)};")
             lines.append("@q cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [d, {at, down}], [place];")
         lines.append("@p cp.async.bulk.commit_group;")
     return "\n".join([*lines, "}"])

@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .barriers import await_phase
 from .facts import PLAIN, keep_asm, number, own_shift
 from .gdpa_backward_kernels import STAGES, await_block, scores
 from .gdpa_backward_moves import arrive, clear, clear_slack, keep_rows, send_block, store_rows
@@ -54,7 +55,7 @@ from .gdpa_backward_ranges import (
     note,
     whole,
 )  # fmt: skip
-from .lazy_kernels import accumulator_layout, await_phase
+from .lazy_kernels import accumulator_layout
 from .softmax_backward_loader import count_parts, loader
 from .softmax_backward_moves import PARTS, REACH, SCALE, WINDOW, blank, put_partial, slopes, take_partial, weights
 from .variants import Tile, Variant

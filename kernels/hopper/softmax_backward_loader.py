@@ -5,11 +5,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from .barriers import await_phase
 from .facts import pointer
 from .gdpa_backward_kernels import STAGES, load_pair
 from .gdpa_backward_moves import arrive, program_id
 from .gdpa_backward_ranges import BATCH, BLOCK, KEYS, Q_OFFSETS, Q_STEP, WIDTH, bounds, note_part, whole
-from .lazy_kernels import await_phase
 from .softmax_backward_moves import HEADS, ORDER, REACH, ROUNDS, fetch_stats
 
 
